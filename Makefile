@@ -1,0 +1,59 @@
+# `make` alone lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXP ?= mnist5k
+ALG ?= fedmuon
+SEED ?= 0
+RUNS ?= runs
+# Tests run side by side, one thread each.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+
+help: ## Show this help
+	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z0-9_-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+install: $(VENV)/.installed ## Create .venv and install the project
+
+quickstart: $(VENV)/.installed ## Compare five methods on real digits: table, picture, TensorBoard
+	$(BIN)/fedmuon sweep quickstart --root $(RUNS)
+
+run: $(VENV)/.installed ## One run, resumed if it was interrupted: make run EXP=mnist5k ALG=fedmuon SEED=0
+	$(BIN)/fedmuon sweep --experiment $(EXP) --algorithm $(ALG) --seed $(SEED) --root $(RUNS)
+
+tensorboard: $(VENV)/.installed ## Curves of all methods of an experiment: make tensorboard EXP=mnist5k
+	$(BIN)/tensorboard --logdir $(RUNS)/$(EXP)
+
+readme: $(VENV)/.installed ## Regenerate the results table of README.md from the quickstart
+	$(BIN)/fedmuon sweep quickstart --root $(RUNS)
+	$(BIN)/fedmuon compare $(RUNS)/mnist5k --markdown README.md --section quickstart
+
+tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k on the validation split
+	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned
+
+lint: $(VENV)/.installed-dev ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## Style, types and tests
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+format: $(VENV)/.installed-dev ## Reformat and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment and caches; runs stay
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.PHONY: help install quickstart run tensorboard readme tune lint test format clean

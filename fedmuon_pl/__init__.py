@@ -1,0 +1,37 @@
+"""Federated optimisation on PyTorch Lightning, with FedMuon at its heart."""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "Algorithm": "algorithms",
+    "FedAdam": "algorithms",
+    "FedAvg": "algorithms",
+    "FedMuon": "algorithms",
+    "LocalMuon": "algorithms",
+    "Scaffold": "algorithms",
+    "Classification": "tasks",
+    "LanguageModelling": "tasks",
+    "Task": "tasks",
+    "FederatedModule": "module",
+    "FederatedServer": "server",
+    "FederatedDataModule": "data.datamodule",
+    "Splits": "data.datamodule",
+    "MNIST5k": "data.digits",
+    "SklearnDigits": "data.digits",
+    "IID": "data.partition",
+    "DirichletByClass": "data.partition",
+    "DirichletByClient": "data.partition",
+    "Muon": "optim.muon",
+}
+
+__all__ = [*_EXPORTS, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """Imports a public name when it is asked for: the command line starts without torch."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)

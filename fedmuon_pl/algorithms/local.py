@@ -1,0 +1,173 @@
+"""Local rules: which optimiser makes a client's steps, with which learning rates."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..optim.muon import Muon
+from ..optim.orthogonalize import Orthogonalizer
+from ..optim.routing import split_parameters
+from .base import LocalRule, Member, Setting
+
+__all__ = ["ELEMENTWISE", "MuonRule", "OptimizerFactory", "TorchRule"]
+
+OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
+"""A ``torch.optim`` class, or a partial of one; its own ``lr`` must be left alone."""
+
+ELEMENTWISE = frozenset(
+    "SGD Adam AdamW RMSprop Adagrad NAdam RAdam ASGD Adamax Rprop Adadelta".split()
+)
+"""Optimisers of ``torch.optim`` that treat each element on its own: exact for stacked clients."""
+
+
+class TorchRule(LocalRule):
+    """Any optimiser of ``torch.optim``, made anew for every client and round.
+
+    Args:
+        lr: The learning rate eta of every parameter.
+        optimizer: The optimiser's class or a partial of it, with its other arguments.
+
+    Raises:
+        ValueError: If ``lr`` is not positive, the optimiser brings a rate of its own, or it needs
+            a closure.
+    """
+
+    def __init__(self, lr: float, optimizer: OptimizerFactory = torch.optim.SGD) -> None:
+        self.lr = positive("lr", lr)
+        kind, keywords = _unwrap(optimizer)
+        signature = inspect.signature(kind).parameters
+        default = signature["lr"].default if "lr" in signature else None
+        if "lr" in keywords and keywords["lr"] != default:
+            raise ValueError(
+                f"the local learning rate is set by `lr` (now {lr}), not inside `optimizer` "
+                f"(lr={keywords['lr']})"
+            )
+        if kind.__name__ == "LBFGS":
+            raise ValueError("optimizer=LBFGS needs a closure, which local steps do not have")
+        self.kind = kind
+        self.keywords = {k: v for k, v in keywords.items() if k != "lr"}
+        # The same arithmetic on every device; the fused kernels of Adam save most of its overhead.
+        if "foreach" in signature and not self.keywords.get("fused"):
+            fused = kind.__name__ in ("Adam", "AdamW") and self.keywords.get("fused") is None
+            if fused and self.keywords.get("foreach") is None:
+                self.keywords["fused"] = True
+            elif self.keywords.get("foreach") is None:
+                self.keywords["foreach"] = True
+        self.elementwise = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+
+    def rates(self, setting: Setting) -> list[float]:
+        """The same for every parameter."""
+        return [self.lr] * len(setting.x)
+
+    def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
+        """One optimiser over all parameters."""
+        return [Member(self.kind(leaves, lr=self.lr, **self.keywords), list(range(len(leaves))))]
+
+
+class MuonRule(LocalRule):
+    """Muon on the matrices, AdamW with a rate of its own on the rest.
+
+    A parameter with two or more axes is a matrix; a convolution ``(out, in, kh, kw)`` is the
+    matrix ``(out, in kh kw)``. AdamW's state starts anew for every client and round, with bias
+    correction counted from the round's first step.
+
+    Args:
+        lr: eta of the matrices.
+        rest_lr: eta of the rest.
+        beta: Momentum of Muon.
+        nesterov: Whether Muon looks ahead.
+        momentum_form: ``"classic"`` M <- beta M + g, or ``"ema"`` M <- beta M + (1 - beta) g.
+        orthogonalizer: How the polar factor is computed.
+        scale: Step scale of a matrix, see :class:`fedmuon_pl.optim.muon.Muon`.
+        weight_decay: Decoupled, x <- x - lr weight_decay x before the step, matrices and rest.
+        rest_betas: AdamW's.
+        rest_eps: AdamW's.
+        rest_patterns: Regular expressions; matrices whose name matches one belong to the rest.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float,
+        rest_lr: float,
+        beta: float,
+        nesterov: bool,
+        momentum_form: Literal["classic", "ema"],
+        orthogonalizer: Orthogonalizer,
+        scale: Literal["none", "spectral", "rms"],
+        weight_decay: float,
+        rest_betas: tuple[float, float],
+        rest_eps: float,
+        rest_patterns: Sequence[str],
+    ) -> None:
+        self.lr = positive("lr", lr)
+        self.rest_lr = positive("rest_lr", rest_lr)
+        self._muon: Callable[..., Optimizer] = partial(
+            Muon,
+            lr=lr,
+            momentum=beta,
+            nesterov=nesterov,
+            ema=momentum_form == "ema",
+            weight_decay=weight_decay,
+            scale=scale,
+            orthogonalizer=orthogonalizer,
+        )
+        self._rest: Callable[..., Optimizer] = partial(
+            torch.optim.AdamW,
+            lr=rest_lr,
+            betas=rest_betas,
+            eps=rest_eps,
+            weight_decay=weight_decay,
+            fused=True,
+        )
+        self.rest_patterns = list(rest_patterns)
+
+    def setup(self, setting: Setting) -> None:
+        """Decides which parameters are matrices."""
+        shapes = {n: x.shape for n, x in zip(setting.names, setting.x, strict=True)}
+        matrices, rest = split_parameters(shapes, self.rest_patterns)
+        self.matrices = [setting.names.index(n) for n in matrices]
+        self.rest = [setting.names.index(n) for n in rest]
+
+    def rates(self, setting: Setting) -> list[float]:
+        """``lr`` for the matrices, ``rest_lr`` for the rest."""
+        return [self.lr if i in self.matrices else self.rest_lr for i in range(len(setting.x))]
+
+    def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
+        """Muon and AdamW; either is left out where it has nothing to move."""
+        members = []
+        if self.matrices:
+            muon = self._muon([leaves[i] for i in self.matrices], client_axis=client_axis)
+            members.append(Member(muon, self.matrices))
+        if self.rest:
+            members.append(Member(self._rest([leaves[i] for i in self.rest]), self.rest))
+        return members
+
+
+def positive(name: str, value: float) -> float:
+    """Returns the value.
+
+    Raises:
+        ValueError: If it is not a positive finite number.
+    """
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value}: must be positive and finite")
+    return value
+
+
+def _unwrap(factory: OptimizerFactory) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The optimiser's class and keywords out of a class, a partial, or a CLI factory."""
+    keywords: dict[str, Any] = {}
+    inner: Any = factory
+    while isinstance(inner, partial):
+        keywords = {**inner.keywords, **keywords}
+        classes = [a for a in inner.args if isinstance(a, type) and issubclass(a, Optimizer)]
+        inner = classes[0] if classes else inner.func
+    if not (isinstance(inner, type) and issubclass(inner, Optimizer)):
+        raise ValueError(f"optimizer must be a torch.optim class or a partial of one, got {factory}")
+    return inner, keywords

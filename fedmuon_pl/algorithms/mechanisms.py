@@ -1,0 +1,102 @@
+"""Mechanisms that several methods share."""
+
+import torch
+
+from ..clients import Tensors
+from .base import LocalRun, Mechanism, Setting, Upload
+from .local import MuonRule
+
+__all__ = ["Alignment", "MomentumAveraging"]
+
+
+class Alignment(Mechanism):
+    """Mixes every local step with the shared global direction of the last round.
+
+    A step is ``x <- x - eta [(1 - alpha) O + alpha Delta_g]``, with O the local rule's direction,
+    and at the round's end ``Delta_g = -sum_i w_i (x_i^{K_i} - x^r) / sum_k eta_{i,k}`` per
+    parameter, from the clients' displacements, never from the server's move (FedMuon,
+    arXiv 2510.27403). Delta_g starts at 0, and the first round's steps are scaled by (1 - alpha)
+    all the same.
+
+    Args:
+        alpha: Weight of the shared direction, in [0, 1).
+        rule: The local rule, if parameters outside its matrices are to be left alone; None to
+            align every parameter.
+
+    Raises:
+        ValueError: If alpha is outside [0, 1).
+    """
+
+    name = "alignment"
+
+    def __init__(self, alpha: float, only_matrices_of: MuonRule | None = None) -> None:
+        super().__init__()
+        if not 0 <= alpha < 1:
+            raise ValueError(f"alpha={alpha}: must be in [0, 1)")
+        self.alpha = alpha
+        self._only = only_matrices_of
+
+    def setup(self, setting: Setting) -> None:
+        """Delta_g^0 = 0."""
+        every = list(range(len(setting.x)))
+        self.indices = every if self._only is None else self._only.matrices
+        self.server_state = {"delta_g": setting.zeros(self.indices)}
+
+    def local_scale(self, index: int) -> float:
+        """(1 - alpha) where the pull acts."""
+        return 1 - self.alpha if index in self.indices else 1.0
+
+    def begin(self, run: LocalRun) -> None:
+        """The pull of one step, the same for every step of the round."""
+        weights = [-self.alpha * run.lr[i] for i in self.indices]
+        pull = torch._foreach_mul(self.server_state["delta_g"], weights)
+        run.memory[self.name] = [run.x[i] for i in self.indices], pull
+
+    def after_step(self, run: LocalRun) -> None:
+        """x <- x - eta alpha Delta_g."""
+        x, pull = run.memory[self.name]
+        torch._foreach_add_(x, pull)
+
+    def end(self, run: LocalRun) -> Upload:
+        """The clients' directions; the server derives them from the displacements."""
+        per_rate = run.displacement_per_rate()
+        return Upload([per_rate[i] for i in self.indices], sent=False)
+
+    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
+        """Delta_g^{r+1}."""
+        for delta, m in zip(self.server_state["delta_g"], mean, strict=True):
+            delta.copy_(-m)
+
+
+class MomentumAveraging(Mechanism):
+    """Clients start from the cohort's averaged momentum instead of zero.
+
+    ``M_i^{r,0} = Mbar^r``, and ``Mbar^{r+1} = sum_i w_i M_i^{r,K_i}``, ``Mbar^0 = 0`` (FedMuon,
+    arXiv 2510.27403).
+
+    Args:
+        rule: The local rule whose matrices carry the momentum.
+    """
+
+    name = "momentum_averaging"
+
+    def __init__(self, rule: MuonRule) -> None:
+        super().__init__()
+        self._rule = rule
+
+    def setup(self, setting: Setting) -> None:
+        """Mbar^0 = 0."""
+        self.server_state = {"momentum": setting.zeros(self._rule.matrices)}
+
+    def begin(self, run: LocalRun) -> None:
+        """M_i^{r,0} = Mbar^r."""
+        run.set_state("momentum_buffer", self._rule.matrices, self.server_state["momentum"])
+
+    def end(self, run: LocalRun) -> Upload:
+        """M_i^{r,K_i}."""
+        return Upload(run.get_state("momentum_buffer", self._rule.matrices))
+
+    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
+        """Mbar^{r+1}."""
+        for momentum, m in zip(self.server_state["momentum"], mean, strict=True):
+            momentum.copy_(m)

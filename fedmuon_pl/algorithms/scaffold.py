@@ -1,0 +1,71 @@
+"""SCAFFOLD: control variates against client drift."""
+
+from functools import partial
+
+import torch
+
+from ..clients import Tensors
+from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
+from .local import TorchRule, positive
+
+__all__ = ["ControlVariates", "Scaffold"]
+
+
+class ControlVariates(Mechanism):
+    """The control variates c (server) and c_i (client), option II of SCAFFOLD.
+
+    Both start at zero. A local gradient g becomes ``g - c_i + c``; after K_i steps
+    ``c_i <- c_i - c + (x^r - x_i^{K_i}) / sum_k eta_{i,k}``, with the steps and rates that the
+    client really used, and the server adds ``(S/N) mean_{i in S} (c_i^+ - c_i)``, S of N clients,
+    never weighted by size. Hence ``c = sum_i c_i / N`` at all times. Buffers and frozen parameters
+    have no control variate.
+    """
+
+    name = "control_variates"
+    client_state = ("c_i",)
+
+    def setup(self, setting: Setting) -> None:
+        """c = 0."""
+        self.population = setting.population
+        self.server_state = {"c": setting.zeros()}
+
+    def begin(self, run: LocalRun) -> None:
+        """The correction c - c_i, the same for every step of the round."""
+        c_i = run.client_state["c_i"]
+        correction = torch._foreach_neg(c_i)
+        torch._foreach_add_(correction, self.server_state["c"])
+        run.memory[self.name] = correction
+
+    def correct(self, run: LocalRun, gradients: Tensors) -> None:
+        """g <- g - c_i + c."""
+        torch._foreach_add_(gradients, run.memory[self.name])
+
+    def end(self, run: LocalRun) -> Upload:
+        """The change of c_i (equation 4, option II); the new c_i stays with the client."""
+        if any(lr <= 0 for lr in run.lr):
+            raise ValueError(
+                f"round {run.round}: SCAFFOLD divides by the local learning rate, which is "
+                f"{min(run.lr)} in this round; use a schedule that stays positive"
+            )
+        change = torch._foreach_neg(run.displacement_per_rate())
+        torch._foreach_sub_(change, self.server_state["c"])
+        run.client_state["c_i"] = list(torch._foreach_add(run.client_state["c_i"], change))
+        return Upload(change, by_weight=False)
+
+    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
+        """c <- c + (S/N) mean change."""
+        for c, m in zip(self.server_state["c"], mean, strict=True):
+            c.add_(m * (cohort_size / self.population))
+
+
+class Scaffold(Algorithm):
+    """SCAFFOLD, option II, with plain SGD (Karimireddy et al., arXiv 1910.06378, Algorithm 1).
+
+    Args:
+        lr: Local learning rate eta_l.
+        server_lr: Global learning rate eta_g; 1 is plain averaging.
+    """
+
+    def __init__(self, lr: float, server_lr: float = 1.0) -> None:
+        rule = partial(torch.optim.SGD, lr=positive("server_lr", server_lr))
+        super().__init__(TorchRule(lr), [ControlVariates()], rule)

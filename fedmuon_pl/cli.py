@@ -1,0 +1,59 @@
+"""The command ``fedmuon``: Lightning's ``fit``, ``validate`` and ``test``, and our own commands."""
+
+import sys
+from collections.abc import Callable
+
+__all__ = ["main"]
+
+HELP = """usage: fedmuon COMMAND ...
+
+Federated optimisation on PyTorch Lightning: run, compare and reproduce.
+
+commands:
+  fit        train: fedmuon fit -c base -c experiment/mnist5k -c algorithm/fedmuon
+  validate   evaluate a checkpoint on the validation split: ... --ckpt_path best
+  test       evaluate a checkpoint on the test set: ... --ckpt_path last
+  partition  show who holds what: fedmuon partition -c base -c experiment/mnist5k
+  sweep      run a plan of experiments x algorithms x grids x seeds: fedmuon sweep quickstart
+  compare    table and curves of finished runs: fedmuon compare runs/mnist5k
+
+`fedmuon COMMAND --help` says more. A configuration (-c) is a file, or a short name that is looked
+up in ./configs and then among those of the package; later ones win, and flags win over all.
+"""
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        args: The command line without the program's name; ``sys.argv`` if None.
+
+    Returns:
+        The exit status: 0, or 2 after one sentence on the standard error.
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    if not args or args[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if args[0] == "--version":
+        from . import __version__
+
+        print(__version__)
+        return 0
+    command, rest = args[0], args[1:]
+    run: Callable[[list[str]], int]
+    # Each command is imported when it is asked for: only training needs Lightning.
+    if command in ("fit", "validate", "test"):
+        from .training import train_main
+
+        return train_main(args)
+    if command == "partition":
+        from .compare.partition_command import partition_main as run
+    elif command in ("sweep", "compare"):
+        from .compare import commands
+
+        run = commands.sweep_main if command == "sweep" else commands.compare_main
+    else:
+        print(f"fedmuon: no command {command!r}; see fedmuon --help", file=sys.stderr)
+        return 2
+    return run(rest)

@@ -1,0 +1,148 @@
+"""One representation of simulated clients: tensors with a leading client axis.
+
+The weights of the C clients that train side by side are tensors of shape ``(C, *param_shape)``.
+With C = 1 a shell module, whose parameters are views of slice 0, runs the plain forward; with
+C > 1 :func:`torch.vmap` runs the forward of all clients at once and one ordinary backward of the
+summed losses gives every client its own gradient. Whatever comes after the gradient is written
+once, for any C.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+__all__ = ["ClientStack", "Forward", "LossFunction", "Tensors", "persistent_buffers", "trainable"]
+
+Tensors = list[Tensor]
+"""Tensors in the order of the network's trainable parameters."""
+
+Forward = Callable[..., Any]
+"""The network as a function: call it as the module itself."""
+
+LossFunction = Callable[[Forward, Any], Tensor]
+"""``loss(network, batch)``: the mean loss of one client's batch, a scalar."""
+
+
+def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name; tied ones are listed once."""
+    return {name: p for name, p in network.named_parameters() if p.requires_grad}
+
+
+def persistent_buffers(network: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state (BatchNorm statistics and the like), by name."""
+    saved = network.state_dict(keep_vars=True)
+    return {name: b for name, b in network.named_buffers() if name in saved}
+
+
+class ClientStack:
+    """Weights and buffers of up to ``capacity`` clients, allocated once and refilled in place.
+
+    Args:
+        network: The global model; it is copied once and never changed from here. Frozen
+            parameters are shared with it, not stacked.
+        capacity: The most clients that train side by side, C.
+
+    Attributes:
+        names: Names of the trainable parameters, the order of all tensor lists here.
+        clients: How many clients the stack holds now; set by :meth:`resize`.
+        x: The clients' weights, a list of ``(C, *shape)`` tensors.
+        buffers: The clients' buffers by name, each ``(C, *shape)``.
+        leaves: The leaf parameters to give to an optimiser: the shell's own, without a client
+            axis, for C = 1, else the stacked ones.
+    """
+
+    def __init__(self, network: nn.Module, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1 client, got {capacity}")
+        self.capacity = capacity
+        self.shell = deepcopy(network)
+        self.shell.train()
+        own, theirs = dict(self.shell.named_parameters()), dict(network.named_parameters())
+        for name, p in own.items():
+            if not p.requires_grad:
+                p.data = theirs[name].data
+        self.names = list(trainable(self.shell))
+        self._shell_leaves = [own[name] for name in self.names]
+        self._storage = [_stacked(p, capacity) for p in self._shell_leaves]
+        self._buffer_storage = {n: _stacked(b, capacity) for n, b in self.shell.named_buffers()}
+        # The shell's tensors become views of slice 0, so that C = 1 needs no copying at all.
+        for p, storage in zip(self._shell_leaves, self._storage, strict=True):
+            p.data = storage[0]
+        for name, storage in self._buffer_storage.items():
+            self.shell.get_buffer(name).data = storage[0]
+        self._by_size: dict[int, list[nn.Parameter]] = {}
+        self.resize(capacity)
+
+    def resize(self, clients: int) -> None:
+        """Uses the first ``clients`` slices only; nothing is allocated or copied.
+
+        Raises:
+            ValueError: If that is less than one client or more than the capacity.
+        """
+        if not 1 <= clients <= self.capacity:
+            raise ValueError(f"a stack of capacity {self.capacity} cannot hold {clients} clients")
+        self.clients = clients
+        if clients not in self._by_size:
+            stacked = [nn.Parameter(s[:clients]) for s in self._storage]
+            self._by_size[clients] = self._shell_leaves if clients == 1 else stacked
+        self.leaves = self._by_size[clients]
+        self.x = [s[:clients] for s in self._storage]
+        self.buffers = {n: s[:clients] for n, s in self._buffer_storage.items()}
+
+    @torch.no_grad()
+    def load(self, x: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Gives every client the same weights and buffers (the broadcast)."""
+        torch._foreach_copy_(self.x, list(x))
+        for name, stacked in self.buffers.items():
+            stacked.copy_(buffers[name])
+
+    def losses(self, loss: LossFunction, batch: Any) -> Tensor:  # noqa: ANN401
+        """The clients' batch losses, ``(C,)``, ready for one backward of their sum.
+
+        Args:
+            loss: ``loss(network, batch)`` of one client.
+            batch: A pytree of tensors ``(C, B, ...)``.
+        """
+        if self.clients == 1:
+            return loss(self.shell, tree_map(lambda t: t[0], batch)).unsqueeze(0)
+
+        def one(params: dict[str, Tensor], buffers: dict[str, Tensor], sample: Any) -> Tensor:  # noqa: ANN401
+            def network(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+                return functional_call(self.shell, (params, buffers), args, kwargs)
+
+            return loss(network, sample)
+
+        params = dict(zip(self.names, self.leaves, strict=True))
+        mapped = torch.vmap(one, randomness="different")(params, self.buffers, batch)
+        assert isinstance(mapped, Tensor)
+        return mapped
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients."""
+        for p in self.leaves:
+            p.grad = None
+
+    def gradients(self) -> Tensors:
+        """The gradients as ``(C, *shape)`` views of what the optimiser will read.
+
+        A parameter that the forward did not use has a gradient of zero.
+        """
+        out = []
+        for p in self.leaves:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            out.append(self.with_axis(p.grad))
+        return out
+
+    def with_axis(self, leaf_like: Tensor) -> Tensor:
+        """A tensor shaped like a leaf as a view with the client axis."""
+        return leaf_like.unsqueeze(0) if self.clients == 1 else leaf_like
+
+
+def _stacked(t: Tensor, capacity: int) -> Tensor:
+    return torch.empty((capacity, *t.shape), dtype=t.dtype, device=t.device).copy_(t.detach())

@@ -1,0 +1,202 @@
+"""Data of a federation: who holds what, batches by index, evaluation in large batches."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_lightning import LightningDataModule
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import ConfigError
+from ..seeding import numpy_rng
+from .partition import IntArray, Partition, Partitioner
+from .sampling import local_batches
+
+__all__ = ["Batches", "FederatedDataModule", "Splits"]
+
+
+@dataclass
+class Splits:
+    """A data set in three parts, each a pytree of tensors whose first axis is the samples.
+
+    Attributes:
+        train: What clients train on, n samples.
+        val: A held-out part of the training data; whatever is chosen is chosen by it.
+        test: The test set; never used to choose.
+        labels: What a partitioner skews by, one integer for each training sample, ``(n,)``.
+        num_classes: Labels are below it.
+    """
+
+    train: Any
+    val: Any
+    test: Any
+    labels: IntArray
+    num_classes: int
+
+
+class Batches:
+    """Batches of evaluation: a sized iterable that any number of passes may read.
+
+    Args:
+        data: A pytree of tensors whose first axis is the samples.
+        size: Samples in a batch; the last may be shorter.
+    """
+
+    def __init__(self, data: Any, size: int) -> None:  # noqa: ANN401
+        self.data = data
+        self.size = size
+        self.samples = len(tree_leaves(data)[0])
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return -(-self.samples // self.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batch after batch, in order."""
+        for i in range(len(self)):
+            yield tree_map(lambda t, i=i: t[i * self.size : (i + 1) * self.size], self.data)
+
+
+class _OneRound:
+    """The training loader: one batch, the whole round; the clients' data go another way."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+
+
+class FederatedDataModule(LightningDataModule):
+    """A data set, its partition over clients, and the clients' batches.
+
+    A subclass says in :meth:`load` what the data are. Everything drawn here is a function of its
+    arguments: the partition of its own seed, batches of (run seed, round, client).
+
+    Args:
+        clients: How many clients hold the training data, N.
+        partition: Which client holds which samples.
+        partition_seed: The partition's own seed; the run's seed does not change it.
+        batch_size: B, samples in a local step.
+        eval_batch_size: Samples in an evaluation batch; changes speed and memory only.
+
+    Raises:
+        ConfigError: If a number is below 1, or the data cannot be partitioned so.
+    """
+
+    def __init__(
+        self,
+        clients: int,
+        partition: Partitioner,
+        partition_seed: int = 0,
+        batch_size: int = 32,
+        eval_batch_size: int = 1000,
+    ) -> None:
+        super().__init__()
+        for name, value in (("clients", clients), ("batch_size", batch_size)):
+            if value < 1:
+                raise ConfigError(f"data.{name}={value}: must be at least 1")
+        if eval_batch_size < 1:
+            raise ConfigError(f"data.eval_batch_size={eval_batch_size}: must be at least 1")
+        self.clients = clients
+        self.partitioner = partition
+        self.partition_seed = partition_seed
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self._partition: Partition | None = None
+
+    @abstractmethod
+    def load(self) -> Splits:
+        """The data; called once in a process. Nothing may be downloaded unasked."""
+
+    def make_partition(self, splits: Splits) -> Partition:
+        """Who holds what; override for data that come with their own clients."""
+        return self.partitioner(splits.labels, self.clients, self.partition_seed)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Loads and partitions; a second call does nothing."""
+        if self._partition is not None:
+            return
+        self.splits = self.load()
+        try:
+            self._partition = self.make_partition(self.splits)
+        except ValueError as e:
+            raise ConfigError(f"data.partition: {e}") from None
+
+    @property
+    def partition(self) -> Partition:
+        """Who holds what; only after :meth:`setup`."""
+        if self._partition is None:
+            raise RuntimeError("setup() has not been called")
+        return self._partition
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Moves all data to a device, and floating-point ones to the weights' dtype, for good."""
+
+        def move(t: Tensor) -> Tensor:
+            return t.to(device, dtype if t.is_floating_point() else t.dtype)
+
+        for name in ("train", "val", "test"):
+            setattr(self.splits, name, tree_map(move, getattr(self.splits, name)))
+
+    def gather(self, indices: Tensor) -> Any:  # noqa: ANN401
+        """The training samples at ``indices`` of any shape: a pytree of ``(*indices.shape, ...)``."""
+        return tree_map(lambda t: t[indices], self.splits.train)
+
+    def client_batches(
+        self,
+        client: int,
+        *,
+        round: int,
+        seed: int,
+        steps: int | None,
+        epochs: int | None,
+        drop_last: bool,
+    ) -> list[IntArray]:
+        """Sample indices of a client's local steps in a round, batch by batch."""
+        return local_batches(
+            self.partition[client],
+            self.batch_size,
+            rng=numpy_rng(seed, "batches", round, client),
+            steps=steps,
+            epochs=epochs,
+            drop_last=drop_last,
+        )
+
+    def label_shares(self, clients: Sequence[int] | IntArray) -> np.ndarray:
+        """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""
+        counts = np.stack(
+            [
+                np.bincount(self.splits.labels[self.partition[c]], minlength=self.splits.num_classes)
+                for c in clients
+            ]
+        )
+        return counts / np.maximum(counts.sum(1, keepdims=True), 1)  # type: ignore[no-any-return]
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values that say which data and partition this is, for fingerprints."""
+        return {
+            "name": type(self).__name__,
+            "clients": self.clients,
+            "partition": self.partition.digest(),
+            "batch_size": self.batch_size,
+        }
+
+    def train_dataloader(self) -> _OneRound:
+        """One batch: the round."""
+        return _OneRound()
+
+    def val_dataloader(self) -> list[Batches]:
+        """The validation split, and during ``fit`` the test set for its curve."""
+        batches = [Batches(self.splits.val, self.eval_batch_size)]
+        if self.trainer is None or self.trainer.state.fn != "validate":
+            batches.append(Batches(self.splits.test, self.eval_batch_size))
+        return batches
+
+    def test_dataloader(self) -> Batches:
+        """The test set."""
+        return Batches(self.splits.test, self.eval_batch_size)

@@ -1,0 +1,15 @@
+"""Errors that a user can mend: one clear sentence each, shown by the CLI without a traceback."""
+
+__all__ = ["ConfigError", "FedMuonError", "NonFiniteUpdate"]
+
+
+class FedMuonError(Exception):
+    """Base of the project's own errors."""
+
+
+class ConfigError(FedMuonError, ValueError):
+    """Settings that do not make sense, or do not fit each other or a checkpoint."""
+
+
+class NonFiniteUpdate(FedMuonError, RuntimeError):
+    """A client's loss or weights became infinite or not-a-number."""

@@ -1,0 +1,346 @@
+"""The LightningModule: K local steps of every client of a round, in manual optimisation."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from pytorch_lightning import Callback, LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torchmetrics import MetricCollection
+
+from .algorithms.base import Algorithm
+from .clients import ClientStack, Tensors, trainable
+from .data.datamodule import FederatedDataModule
+from .data.partition import IntArray
+from .errors import ConfigError
+from .optim.orthogonalize import autocast_off
+from .schedules import Constant, Schedule
+from .seeding import derive, numpy_rng
+from .server.callback import FederatedServer, RoundPlan
+from .server.roundlog import RoundLog, find
+from .tasks import Task
+
+__all__ = ["FederatedModule"]
+
+_CLIENTS_EVALUATED = 1000
+"""Per-client accuracy is reported over all clients, or over a fixed sample of this many."""
+
+
+class FederatedModule(LightningModule):
+    """Trains a task with a federated method; the module's weights are always the global model.
+
+    An epoch is a communication round and one training batch is the whole round. The module makes
+    the clients' local steps, in blocks of clients that train side by side; the
+    :class:`~fedmuon_pl.server.FederatedServer` callback of the same Trainer opens and closes the
+    round. Set exactly one of ``local_steps`` and ``local_epochs``.
+
+    Args:
+        task: Network, loss and metrics.
+        algorithm: The federated method.
+        local_steps: K: every client makes K steps of exactly B samples, over fresh permutations of
+            its data one after the other.
+        local_epochs: E: every client passes E times over its data.
+        drop_last: With ``local_epochs``, whether the short last batch of a pass is left out; a
+            client's only batch is kept.
+        lr_schedule: Factor on all client learning rates as a function of the round.
+        client_clip_norm: Clips each client's gradient, after the method's correction, to this
+            global norm at every local step; None for no clipping.
+        clients_at_once: How many clients train side by side: a number, or ``"auto"`` for one on a
+            CPU and the whole cohort on an accelerator (one if the forward draws random numbers,
+            as dropout does, since they would depend on the block).
+        seed: The run's seed: x^0, cohorts, batches and dropout follow from it. The CLI links it to
+            ``seed_everything``.
+
+    Raises:
+        ConfigError: If an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        algorithm: Algorithm,
+        local_steps: int | None = None,
+        local_epochs: int | None = None,
+        drop_last: bool = False,
+        lr_schedule: Schedule | None = None,
+        client_clip_norm: float | None = None,
+        clients_at_once: int | Literal["auto"] = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        if (local_steps is None) == (local_epochs is None):
+            raise ConfigError(
+                f"set exactly one of model.local_steps (now {local_steps}) and model.local_epochs "
+                f"(now {local_epochs}); null unsets one"
+            )
+        for name, value in (("local_steps", local_steps), ("local_epochs", local_epochs)):
+            if value is not None and value < 1:
+                raise ConfigError(f"model.{name}={value}: must be at least 1")
+        if client_clip_norm is not None and not 0 < client_clip_norm < math.inf:
+            raise ConfigError(f"model.client_clip_norm={client_clip_norm}: must be positive")
+        if clients_at_once != "auto" and clients_at_once < 1:
+            raise ConfigError(f"model.clients_at_once={clients_at_once}: use auto or at least 1")
+        self.task = task
+        self.algorithm = algorithm
+        self.local_steps = local_steps
+        self.local_epochs = local_epochs
+        self.drop_last = drop_last
+        self.lr_schedule = lr_schedule or Constant()
+        self.client_clip_norm = client_clip_norm
+        self.clients_at_once = clients_at_once
+        self.seed = seed
+        self.network = task.build_network(seed)
+        if not trainable(self.network):
+            raise ConfigError("the network has no trainable parameter")
+        self.evaluators = torch.nn.ModuleDict({s: self._metrics(s) for s in ("val", "test")})
+        self._evaluation: dict[str, float] = {}
+        self._at_once = 1
+
+    # -- Lightning's hooks --------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Optimizer:
+        """The server optimiser over the global parameters: its steps are the rounds."""
+        return self.algorithm.server_optimizer(trainable(self.network).values())
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Adds the round's log where the Trainer has none."""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [] if any(isinstance(c, RoundLog) for c in callbacks) else [RoundLog()]
+
+    def setup(self, stage: str) -> None:
+        """Finds the server."""
+        if stage != "fit":
+            return
+        try:
+            self.server = find(self.trainer, FederatedServer)
+        except LookupError:
+            raise ConfigError(
+                "a federated run needs the FederatedServer callback: "
+                "Trainer(callbacks=[FederatedServer(clients_per_round=10)])"
+            ) from None
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses a checkpoint of another run before anything is restored from it."""
+        trainer = self._trainer
+        if trainer is not None and trainer.state.fn == "fit":
+            self.server.check_checkpoint(trainer, self, checkpoint)
+
+    def on_fit_start(self) -> None:
+        """Places the data and allocates the client stack, once the model is on its device."""
+        x = next(iter(trainable(self.network).values()))
+        self.data.place(x.device, x.dtype)
+        self._at_once = self._resolve_clients_at_once(x.device)
+        self._stack = ClientStack(self.network, self._at_once)
+
+    @property
+    def data(self) -> FederatedDataModule:
+        """The Trainer's data module."""
+        return self.trainer.datamodule  # type: ignore[attr-defined, no-any-return]
+
+    def engine(self) -> dict[str, Any]:
+        """What may change the last bits of a result, as resolved."""
+        return {
+            "clients_at_once": self._at_once,
+            "threads": torch.get_num_threads(),
+            "device": self.device.type,
+            "torch": torch.__version__,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values that say what is trained and how, for fingerprints."""
+        shapes = {n: list(p.shape) for n, p in trainable(self.network).items()}
+        return {
+            "task": type(self.task).__name__,
+            "parameters": shapes,
+            "local_steps": self.local_steps,
+            "local_epochs": self.local_epochs,
+            "drop_last": self.drop_last,
+            **self.lr_schedule.describe(),
+            "client_clip_norm": self.client_clip_norm,
+            "seed": self.seed,
+            "precision": str(self.trainer.precision),
+        }
+
+    # -- a round ------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """All clients of the round, then the server's step."""
+        plan = self.server.plan or self.server.open_round(self.trainer, self)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with autocast_off(self.device.type), torch.random.fork_rng(devices):
+            for clients, batches in self._blocks(plan):
+                self._train_block(plan, clients, batches)
+                self._advance(len(clients))
+            self.server.close_round(self.trainer, self)
+
+    def _blocks(self, plan: RoundPlan) -> Iterator[tuple[list[int], list[list[IntArray]]]]:
+        """Clients with equal step counts and batch shapes, up to ``clients_at_once`` together."""
+        alike: dict[tuple[int, ...], list[tuple[int, list[IntArray]]]] = {}
+        for client in plan.clients:
+            batches = self.data.client_batches(
+                client,
+                round=plan.round,
+                seed=self.seed,
+                steps=self.local_steps,
+                epochs=self.local_epochs,
+                drop_last=self.drop_last,
+            )
+            group = alike.setdefault(tuple(map(len, batches)), [])
+            group.append((client, batches))
+            if len(group) == self._at_once:
+                yield [c for c, _ in group], [b for _, b in group]
+                group.clear()
+        for group in alike.values():
+            if group:
+                yield [c for c, _ in group], [b for _, b in group]
+
+    def _train_block(
+        self, plan: RoundPlan, clients: list[int], batches: list[list[IntArray]]
+    ) -> None:
+        """K local steps of a block of clients; ``batches[c][k]`` are client c's samples in step k."""
+        stack, algorithm = self._stack, self.algorithm
+        stack.resize(len(clients))
+        stack.load(plan.x0, plan.buffers)
+        state = self.server.store.load(clients, self.device)
+        run = algorithm.begin(
+            stack,
+            plan.x0,
+            round=plan.round,
+            clients=clients,
+            lr_factor=plan.lr_factor,
+            client_state=state,
+        )
+        torch.manual_seed(derive(self.seed, "forward", plan.round, *clients))
+        losses = []
+        for step in zip(*batches, strict=True):
+            indices = torch.stack([torch.from_numpy(samples) for samples in step])
+            data = self.data.gather(indices.to(self.device))
+            with self.trainer.precision_plugin.forward_context():
+                loss = stack.losses(self.task.loss, data)
+            stack.zero_grad()
+            loss.sum().backward()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                gradients = stack.gradients()
+                algorithm.correct(run, gradients)
+                if self.client_clip_norm is not None:
+                    clip_per_client(gradients, self.client_clip_norm)
+                algorithm.step(run)
+            losses.append(loss.detach())
+        with torch.no_grad():
+            uploads = algorithm.end(run)
+        self.server.receive(run, uploads, torch.stack(losses), stack.buffers)
+
+    def _advance(self, clients: int) -> None:
+        bar = self.trainer.progress_bar_callback
+        if hasattr(bar, "advance_clients"):
+            bar.advance_clients(clients)
+
+    def _resolve_clients_at_once(self, device: torch.device) -> int:
+        cohort = self.server.cohort_size
+        if self.clients_at_once == 1 or (self.clients_at_once == "auto" and device.type == "cpu"):
+            return 1
+        if not self.algorithm.local.elementwise and self.clients_at_once == "auto":
+            return 1
+        if self._draws_random_numbers():
+            if self.clients_at_once == "auto":
+                return 1
+            raise ConfigError(
+                f"model.clients_at_once={self.clients_at_once}: the network's forward draws random "
+                f"numbers (dropout?), which would depend on the block; use 1"
+            )
+        return cohort if self.clients_at_once == "auto" else min(self.clients_at_once, cohort)
+
+    def _draws_random_numbers(self) -> bool:
+        """Whether a forward in training mode touches the random state."""
+        probe = ClientStack(self.network, 1)
+        probe.load([p.detach() for p in trainable(self.network).values()], dict(self.network.named_buffers()))
+        client = int(self.server.candidates[0])
+        samples = torch.from_numpy(self.data.partition[client][:2].astype("int64"))
+        batch = tree_map(lambda t: t.unsqueeze(0), self.data.gather(samples.repeat(2).to(self.device)))
+        on_gpu = self.device.type == "cuda"
+        with torch.random.fork_rng([self.device] if on_gpu else []), torch.no_grad():
+            before = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
+            probe.losses(self.task.loss, batch)
+            after = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
+        return not torch.equal(before, after)
+
+    # -- evaluation ---------------------------------------------------------------------------
+
+    def _metrics(self, split: str) -> MetricCollection:
+        metrics = self.task.metrics()
+        by_class = self.task.class_metric()
+        if split == "test" and by_class is not None:
+            metrics.add_metrics({"class_acc": by_class})
+        return metrics
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: ANN401
+        """Loader 0 is the validation split, loader 1, during ``fit``, the test set."""
+        self._evaluate(batch, "test" if dataloader_idx else "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """The test set."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: Any, split: str) -> None:  # noqa: ANN401
+        metrics = self.evaluators[split]
+        assert isinstance(metrics, MetricCollection)
+        self.task.evaluate(self.network, batch, metrics)
+
+    def on_validation_epoch_end(self) -> None:
+        """Computes what the validation measured."""
+        fitting = self.trainer.state.fn == "fit"
+        self._finish(["val", "test"] if fitting else ["val"])
+
+    def on_test_epoch_end(self) -> None:
+        """Computes what the test measured."""
+        self._finish(["test"])
+
+    def _finish(self, splits: list[str]) -> None:
+        values: dict[str, float] = {}
+        for split in splits:
+            metrics = self.evaluators[split]
+            assert isinstance(metrics, MetricCollection)
+            computed = metrics.compute()
+            metrics.reset()
+            by_class = computed.pop("class_acc", None)
+            values |= {f"{split}/{name}": float(v) for name, v in computed.items()}
+            if by_class is not None:
+                values |= self._client_accuracy(by_class)
+        self._evaluation = values
+        self.log_dict(values, logger=False, prog_bar=False)
+
+    def _client_accuracy(self, by_class: Tensor) -> dict[str, float]:
+        """Per-class test accuracy weighted by each client's label shares."""
+        clients = self.data.partition.clients_with_data
+        if len(clients) > _CLIENTS_EVALUATED:
+            rng = numpy_rng(0, "evaluated clients")
+            clients = rng.choice(clients, _CLIENTS_EVALUATED, replace=False)
+        shares = torch.from_numpy(self.data.label_shares(clients))
+        accuracy = (shares @ by_class.double().cpu()).sort().values
+        worst = accuracy[: math.ceil(len(accuracy) / 10)]
+        return {
+            "client/acc_mean": float(accuracy.mean()),
+            "client/acc_worst10": float(worst.mean()),
+        }
+
+    def take_evaluation(self) -> dict[str, float]:
+        """What was measured since the last call, by tag; empty if nothing was."""
+        values, self._evaluation = self._evaluation, {}
+        return values
+
+
+def clip_per_client(gradients: Tensors, max_norm: float) -> None:
+    """Scales each client's gradient to a global norm of at most ``max_norm``, in place.
+
+    Args:
+        gradients: Each ``(C, *shape)``.
+        max_norm: As in :func:`torch.nn.utils.clip_grad_norm_`, whose epsilon of 1e-6 it shares.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients])
+    factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for g in gradients:
+        g.mul_(factor.view(-1, *[1] * (g.ndim - 1)))

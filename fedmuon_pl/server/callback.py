@@ -1,0 +1,370 @@
+"""The federated server: cohort, broadcast, aggregation and server step, as a Lightning callback."""
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from ..algorithms.base import LocalRun, Setting, Upload
+from ..clients import Tensors, persistent_buffers, trainable
+from ..data.datamodule import FederatedDataModule
+from ..data.sampling import cohort, resolve_cohort_size
+from ..errors import ConfigError, NonFiniteUpdate
+from .aggregate import RunningMean, mean_buffers
+from .checkpointing import AtomicCheckpointIO
+from .checks import check_trainer, first_difference
+from .diagnostics import RoundDiagnostics
+from .state import ClientStore
+
+if TYPE_CHECKING:
+    from ..module import FederatedModule
+
+__all__ = ["FederatedServer", "RoundPlan", "run_folder"]
+
+
+@dataclass
+class RoundPlan:
+    """An open round: what the server broadcasts, and to whom.
+
+    Attributes:
+        round: r, 0-based.
+        clients: The cohort's client ids, in the order drawn.
+        lr_factor: The schedule's factor on every client learning rate.
+        x0: x^r, the global parameters themselves; they do not change while the round is open.
+        buffers: The global model's buffers.
+    """
+
+    round: int
+    clients: list[int]
+    lr_factor: float
+    x0: Tensors
+    buffers: dict[str, Tensor]
+
+
+class FederatedServer(Callback):
+    """Opens each round, sums up what the clients send, and closes it before validation.
+
+    A round is one epoch with one training batch. :meth:`close_round` is called by the module at
+    the end of its training step, so that validation and checkpoints of round r see x^{r+1}.
+
+    Args:
+        clients_per_round: S: a whole number of clients, or a fraction in (0, 1] of those that
+            have data (``1`` is one client, ``1.0`` all of them).
+        weighting: Weight of a client in every average: ``"uniform"`` 1/S, or ``"samples"``
+            n_i / sum n, by its number of training samples.
+        on_nonfinite: What to do with a client whose loss or weights become infinite or
+            not-a-number: ``"stop"`` the run, or ``"drop"`` its update from the round and count it
+            in ``fed/clients_dropped``.
+
+    Raises:
+        ConfigError: In ``setup``, if the Trainer or the data cannot be used.
+    """
+
+    state_key = "FederatedServer"
+
+    def __init__(
+        self,
+        clients_per_round: int | float = 1.0,
+        weighting: Literal["uniform", "samples"] = "uniform",
+        on_nonfinite: Literal["stop", "drop"] = "stop",
+    ) -> None:
+        if weighting not in ("uniform", "samples"):
+            raise ConfigError(f"server.weighting={weighting}: use 'uniform' or 'samples'")
+        if on_nonfinite not in ("stop", "drop"):
+            raise ConfigError(f"server.on_nonfinite={on_nonfinite}: use 'stop' or 'drop'")
+        self.clients_per_round = clients_per_round
+        self.weighting = weighting
+        self.on_nonfinite = on_nonfinite
+        self.plan: RoundPlan | None = None
+        self.report: dict[str, float] | None = None
+        """The last closed round's measurements by tag, until they are logged."""
+        self._rounds_done = 0
+        self._total_bytes = 0
+        self._restored: dict[str, Any] | None = None
+        self._module: FederatedModule | None = None
+
+    # -- life cycle ---------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks everything that can be checked before any work is done."""
+        if stage != "fit":
+            return
+        check_trainer(trainer)
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, FederatedDataModule):
+            raise ConfigError(f"a federated run needs a FederatedDataModule, got {type(data).__name__}")
+        self.data = data
+        self.candidates = data.partition.clients_with_data
+        try:
+            self.cohort_size = resolve_cohort_size(self.clients_per_round, len(self.candidates))
+        except ValueError as e:
+            raise ConfigError(f"server.{e}") from None
+        empty = len(data.partition) - len(self.candidates)
+        if empty:
+            warnings.warn(
+                f"{empty} of {len(data.partition)} clients have no data and are never sampled",
+                stacklevel=2,
+            )
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+    def on_train_start(self, trainer: Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
+        """Allocates the method's state on the model's device, or restores it."""
+        network = pl_module.network
+        self._module = pl_module
+        self._fingerprint = self.fingerprint(trainer, pl_module)
+        self._server_params = list(trainable(network).values())
+        x = [p.detach() for p in self._server_params]
+        self._buffers = persistent_buffers(network)
+        self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
+        algorithm = pl_module.algorithm
+        algorithm.setup(Setting(list(trainable(network)), x, population=len(self.candidates)))
+        folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"
+        self.store = ClientStore(folder, algorithm.client_state_like())
+        self.diagnostics = RoundDiagnostics(x)
+        if self._restored is not None:
+            self._restore(trainer, pl_module, self._restored)
+            self._restored = None
+        if self._rounds_done != trainer.current_epoch:
+            raise ConfigError(
+                f"the server has finished {self._rounds_done} rounds but training starts at round "
+                f"{trainer.current_epoch}; fit a new FederatedServer, or resume from a checkpoint"
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
+        """Opens the round."""
+        self.open_round(trainer, pl_module)
+
+    def open_round(self, trainer: Trainer, module: "FederatedModule") -> RoundPlan:
+        """Draws the cohort and broadcasts: a function of (seed, round) and the server's state."""
+        r = self._rounds_done
+        drawn = cohort(r, seed=module.seed, candidates=len(self.candidates), size=self.cohort_size)
+        assert trainer.max_epochs is not None
+        self.plan = RoundPlan(
+            round=r,
+            clients=[int(self.candidates[i]) for i in drawn],
+            lr_factor=module.lr_schedule(r, trainer.max_epochs),
+            x0=[p.detach() for p in self._server_params],
+            buffers=dict(module.network.named_buffers()),
+        )
+        self._sums = RunningMean()
+        self._counters: dict[str, Tensor] = {}
+        self._bytes = [0, 0]
+        self._steps = 0
+        self._accepted = 0
+        self._dropped = 0
+        self.store.discard()
+        self.diagnostics.start()
+        self._opened = time.perf_counter()
+        return self.plan
+
+    # -- what clients send --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def receive(
+        self,
+        run: LocalRun,
+        uploads: Mapping[str, Upload],
+        losses: Tensor,
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        """Adds one block of clients to the round's running sums.
+
+        Args:
+            run: The finished local run of C clients.
+            uploads: What the method sends beside the displacement.
+            losses: Training losses, ``(K, C)``.
+            buffers: The clients' buffers, each ``(C, *shape)``.
+
+        Raises:
+            NonFiniteUpdate: If a client's loss or weights are not finite and the policy is to stop.
+        """
+        displacement = run.displacement()
+        measured = self.diagnostics.measure(displacement, losses)
+        weights = [self._weight(c) for c in run.clients]
+        for c, client in enumerate(run.clients):
+            if not measured.finite[c]:
+                self._refuse(run, client, losses[:, c])
+                weights[c] = 0
+        ones = [int(w > 0) for w in weights]
+        self._sums.add("displacement", displacement, weights)
+        self._sums.add("buffers", [buffers[n] for n in self._float_buffers], weights)
+        for name, upload in uploads.items():
+            self._sums.add(name, upload.tensors, weights if upload.by_weight else ones)
+        for name in self._buffers.keys() - set(self._float_buffers):
+            self._count(name, buffers[name], ones)
+        self.diagnostics.add(measured, weights)
+        accepted = [c for c, one in enumerate(ones) if one]
+        if run.client_state and accepted:
+            state = {k: [t[accepted] for t in v] for k, v in run.client_state.items()}
+            self.store.put([run.clients[c] for c in accepted], state)
+        sent = [t[0] for u in uploads.values() if u.sent for t in u.tensors]
+        self._bytes[0] += len(run.clients) * _nbytes([*run.x0, *self._buffers.values(), *sent])
+        self._steps += run.steps * len(run.clients)
+        self._accepted += len(accepted)
+
+    def _weight(self, client: int) -> int:
+        return 1 if self.weighting == "uniform" else len(self.data.partition[client])
+
+    def _refuse(self, run: LocalRun, client: int, losses: Tensor) -> None:
+        bad = (~losses.isfinite()).nonzero()
+        if len(bad):
+            k = int(bad[0])
+            what = f"the training loss became {losses[k].item()} at local step {k}"
+        else:
+            what = "the weights became infinite or not-a-number at the last local step"
+        if self.on_nonfinite == "stop":
+            raise NonFiniteUpdate(
+                f"round {run.round}, client {client}: {what} of {run.steps}; lower the learning "
+                f"rate, or set server.on_nonfinite=drop to leave such updates out"
+            )
+        self._dropped += 1
+
+    def _count(self, name: str, values: Tensor, ones: list[int]) -> None:
+        accepted = [c for c, one in enumerate(ones) if one]
+        if accepted:
+            top = values[accepted].amax(0)
+            known = self._counters.get(name)
+            self._counters[name] = top if known is None else torch.maximum(known, top)
+
+    # -- the round's end ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def close_round(self, trainer: Trainer, module: "FederatedModule") -> None:
+        """Averages, makes the server step and updates the method's state; x is x^{r+1} after it.
+
+        The server optimiser steps through ``module.optimizers()``, whose steps Lightning counts,
+        saves and restores.
+
+        Raises:
+            NonFiniteUpdate: If no client's update was accepted.
+        """
+        assert self.plan is not None, "no round is open"
+        r, cohort_size = self.plan.round, len(self.plan.clients)
+        if self._accepted == 0:
+            raise NonFiniteUpdate(f"round {r}: no client of the cohort sent a finite update")
+        means = self._sums.means()
+        before = [x.clone() for x in self.plan.x0]
+        for p, mean in zip(self._server_params, means["displacement"], strict=True):
+            p.grad = -mean.to(p.dtype)
+        optimizer: Any = module.optimizers()
+        optimizer.step()
+        for p in self._server_params:
+            p.grad = None
+        mean_buffers(self._sums, self._counters, self._buffers)
+        module.algorithm.aggregate(means, self._accepted)
+        self.store.commit()
+        down = [*self.plan.x0, *self._buffers.values(), *module.algorithm.download()]
+        self._bytes[1] = cohort_size * _nbytes(down)
+        self._total_bytes += sum(self._bytes)
+        seconds = time.perf_counter() - self._opened
+        self.report = {
+            **self.diagnostics.summary(means["displacement"], before, self.plan.x0),
+            "fed/client_lr": module.algorithm.local.lr * self.plan.lr_factor,
+            "comm/up_mb": self._bytes[0] / 1e6,
+            "comm/down_mb": self._bytes[1] / 1e6,
+            "comm/total_mb": self._total_bytes / 1e6,
+            "time/round_s": seconds,
+            "time/client_steps_per_s": self._steps / seconds,
+        }
+        if self.on_nonfinite == "drop":
+            self.report["fed/clients_dropped"] = self._dropped
+        self._rounds_done = r + 1
+        self.plan = None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Now and then removes per-client files that no checkpoint of the run needs."""
+        if len(self.store) and self._rounds_done % 10 == 0 and self.store.folder is not None:
+            self._sweep(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Gives up the open round; the global model still is x^r."""
+        self.plan = None
+
+    def _sweep(self, trainer: Trainer) -> None:
+        folders = {getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks}
+        states = []
+        for path in [p for f in folders if f for p in Path(f).glob("*.ckpt")]:
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            states.append(saved["callbacks"][self.state_key]["clients"])
+        self.store.sweep(states)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def fingerprint(self, trainer: Trainer, module: "FederatedModule") -> dict[str, Any]:
+        """What must be equal for a checkpoint to be resumed: method, data, seed, local work."""
+        horizon = {"rounds": trainer.max_epochs} if module.lr_schedule.horizon else {}
+        return {
+            **module.algorithm.describe(),
+            **module.describe(),
+            "data": self.data.describe(),
+            "clients_per_round": self.cohort_size,
+            "weighting": self.weighting,
+            "on_nonfinite": self.on_nonfinite,
+            **horizon,
+        }
+
+    def check_checkpoint(
+        self, trainer: Trainer, module: "FederatedModule", checkpoint: Mapping[str, Any]
+    ) -> None:
+        """Refuses a checkpoint that another run made; nothing has been restored yet.
+
+        Raises:
+            ConfigError: Naming the first setting that differs.
+        """
+        path = trainer.ckpt_path or "the checkpoint"
+        saved = checkpoint.get("callbacks", {}).get(self.state_key)
+        if saved is None:
+            raise ConfigError(f"{path} is not a checkpoint of a federated run")
+        found = first_difference(saved["fingerprint"], self.fingerprint(trainer, module))
+        if found:
+            raise ConfigError(f"{path} does not fit this run: {found}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors only, so that it loads with ``weights_only=True``."""
+        if self._module is None:
+            return {}
+        return {
+            "fingerprint": self._fingerprint,
+            "engine": self._module.engine(),
+            "rounds_done": self._rounds_done,
+            "total_bytes": self._total_bytes,
+            "algorithm": self._module.algorithm.state_dict(),
+            "diagnostics": self.diagnostics.state_dict(),
+            "clients": self.store.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the state until the model is on its device."""
+        self._restored = state_dict
+        self._rounds_done = state_dict["rounds_done"]
+        self._total_bytes = state_dict["total_bytes"]
+
+    def _restore(self, trainer: Trainer, module: "FederatedModule", state: dict[str, Any]) -> None:
+        module.algorithm.load_state_dict(state["algorithm"])
+        self.diagnostics.load_state_dict(state["diagnostics"])
+        beside = Path(str(trainer.ckpt_path)).parent.parent / "client_state"
+        self.store.load_state_dict(state["clients"], beside)
+        engine = module.engine()
+        if state["engine"] != engine:
+            changed = first_difference(state["engine"], engine)
+            warnings.warn(
+                f"the run goes on with another engine ({changed}): results agree to rounding only",
+                stacklevel=2,
+            )
+
+
+def run_folder(trainer: Trainer) -> Path:
+    """The folder of the run: that of its first logger, else the Trainer's root."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

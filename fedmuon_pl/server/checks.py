@@ -1,0 +1,111 @@
+"""What Lightning allows and a federated run cannot honour, refused with what to use instead."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies import SingleDeviceStrategy
+
+from ..errors import ConfigError
+
+__all__ = ["PRECISIONS", "check_trainer", "check_trainer_config"]
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "None": "32-true"}
+
+_ROUND = "an epoch is a communication round and its clients' local steps belong together"
+
+
+def check_trainer_config(trainer: Mapping[str, Any]) -> None:
+    """Refuses Trainer arguments, as the CLI parsed them, before the Trainer is built.
+
+    Raises:
+        ConfigError: Naming the key, its value and what to use instead.
+    """
+
+    def refuse(key: str, value: object, instead: str) -> None:
+        raise ConfigError(f"trainer.{key}={value} cannot be used here: {instead}")
+
+    get = trainer.get
+    if get("max_steps", -1) not in (-1, None):
+        refuse("max_steps", get("max_steps"), f"{_ROUND}; set the rounds with trainer.max_epochs")
+    if get("min_steps") is not None:
+        refuse("min_steps", get("min_steps"), f"{_ROUND}; use trainer.min_epochs")
+    if get("max_epochs") in (None, -1) and not get("fast_dev_run"):
+        refuse("max_epochs", get("max_epochs"), "set the number of rounds, such as 50")
+    if get("val_check_interval") not in (None, 1.0) or isinstance(get("val_check_interval"), str):
+        refuse(
+            "val_check_interval",
+            get("val_check_interval"),
+            "validation inside a round would see no aggregated model; use "
+            "trainer.check_val_every_n_epoch to validate every n rounds",
+        )
+    precision = str(get("precision"))
+    if _ALIASES.get(precision, precision) not in PRECISIONS:
+        refuse(
+            "precision",
+            precision,
+            f"clients share no loss scale, and weights are averaged in full precision; use one of "
+            f"{', '.join(PRECISIONS)}",
+        )
+    if get("gradient_clip_val"):
+        refuse(
+            "gradient_clip_val",
+            get("gradient_clip_val"),
+            "clipping is per client and local step; use model.client_clip_norm",
+        )
+    if get("accumulate_grad_batches", 1) != 1:
+        refuse("accumulate_grad_batches", get("accumulate_grad_batches"), "raise data.batch_size")
+    for key in ("limit_train_batches", "overfit_batches"):
+        if get(key) not in (None, 0, 0.0, 1.0) or (key[0] == "l" and get(key) == 0):
+            refuse(
+                key, get(key), "one training batch is a whole round; use server.clients_per_round"
+            )
+    several = "clients run in one process, and a plain strategy would average gradients at every step"
+    if get("num_nodes", 1) not in (None, 1):
+        refuse("num_nodes", get("num_nodes"), f"{several}; use one node")
+    devices = get("devices", "auto")
+    count = len(devices) if isinstance(devices, list) else devices
+    if str(count) not in ("1", "auto", "None"):
+        refuse("devices", devices, f"{several}; use trainer.devices=1")
+    strategy = get("strategy", "auto")
+    if not (strategy in (None, "auto", "single_device") or isinstance(strategy, SingleDeviceStrategy)):
+        refuse("strategy", strategy, f"{several}; leave it at auto")
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """The same for a built Trainer, for users of Python.
+
+    Raises:
+        ConfigError: Naming the key, its value and what to use instead.
+    """
+    fast = bool(trainer.fast_dev_run)
+    check_trainer_config(
+        {
+            "max_steps": -1 if fast else trainer.max_steps,
+            "min_steps": trainer.min_steps,
+            "max_epochs": trainer.max_epochs,
+            "fast_dev_run": fast,
+            "val_check_interval": trainer.val_check_interval,
+            "precision": trainer.precision,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "limit_train_batches": None if fast else trainer.limit_train_batches,
+            "overfit_batches": trainer.overfit_batches,
+            "num_nodes": trainer.num_nodes,
+            "devices": trainer.num_devices,
+            "strategy": trainer.strategy,
+        }
+    )
+
+
+def first_difference(saved: Any, own: Any, at: str = "") -> str | None:  # noqa: ANN401
+    """Where two nested plain values first differ, in words; None if they do not."""
+    if isinstance(saved, Mapping) and isinstance(own, Mapping):
+        for key in [*own, *(k for k in saved if k not in own)]:
+            where = f"{at}.{key}" if at else str(key)
+            found = first_difference(saved.get(key), own.get(key), where)
+            if found:
+                return found
+        return None
+    return None if saved == own else f"{at} is {saved} there and {own} here"

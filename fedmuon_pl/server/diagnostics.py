@@ -1,0 +1,117 @@
+"""What a round shows beside accuracy: drift, agreement and shape of the clients' updates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..clients import Tensors
+
+__all__ = ["Measured", "RoundDiagnostics", "orthogonality"]
+
+
+@dataclass
+class Measured:
+    """One block of C clients: plain numbers, fetched from the device once."""
+
+    finite: list[bool]
+    loss: list[float]
+    squared_norm: list[float]
+    cosine: list[float]
+
+
+class RoundDiagnostics:
+    """Sums over the cohort, in O(1) memory beside the last round's direction.
+
+    The tags, w_i being the client weights, D_i the displacements and D their weighted mean:
+
+    - ``train/loss``: weighted mean of each client's mean training loss over its local steps;
+    - ``fed/client_drift``: sqrt(sum_i w_i ||D_i - D||^2), how far the clients part;
+    - ``fed/update_norm``: ||x^{r+1} - x^r||;
+    - ``fed/alignment``: weighted mean cosine of D_i with the previous round's D (0 at first);
+    - ``fed/orthogonality``: see :func:`orthogonality`.
+
+    Args:
+        x: The global parameters, for shapes.
+    """
+
+    def __init__(self, x: Tensors) -> None:
+        self._previous = [torch.zeros_like(t) for t in x]
+        self.start()
+
+    def start(self) -> None:
+        """Before the first client of a round."""
+        self._weight = 0
+        self._loss = self._squares = self._cosines = 0.0
+
+    def measure(self, displacement: Tensors, losses: Tensor) -> Measured:
+        """Measures a block: displacements ``(C, *shape)``, losses ``(K, C)``."""
+        rows = [t.flatten(1) for t in displacement]
+        norms = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in rows]).double()
+        dots = torch.stack([t @ p.flatten() for t, p in zip(rows, self._previous, strict=True)])
+        mine = norms.square().sum(0)
+        other = torch.stack([torch.linalg.vector_norm(p) for p in self._previous]).double()
+        scale = mine.sqrt() * torch.linalg.vector_norm(other)
+        cosine = torch.where(scale > 0, dots.double().sum(0) / scale.clamp(min=1e-300), 0.0)
+        mean = losses.double().mean(0)
+        table = torch.stack([mean, mine, cosine]).cpu()
+        finite = (table[0].isfinite() & table[1].isfinite()).tolist()
+        return Measured(finite, *table.tolist())
+
+    def add(self, measured: Measured, weights: Sequence[int]) -> None:
+        """Adds a block; clients of weight 0 are left out."""
+        for c, w in enumerate(weights):
+            if w:
+                self._weight += w
+                self._loss += w * measured.loss[c]
+                self._squares += w * measured.squared_norm[c]
+                self._cosines += w * measured.cosine[c]
+
+    def summary(self, mean: Tensors, before: Tensors, after: Tensors) -> dict[str, float]:
+        """The round's tags; remembers the direction for the next round.
+
+        Args:
+            mean: D, in float64.
+            before: x^r.
+            after: x^{r+1}.
+        """
+        squared = sum(float(m.square().sum()) for m in mean)
+        moved = torch._foreach_norm(torch._foreach_sub(after, before))
+        shapes = [orthogonality(m) for m in mean if m.ndim >= 2]
+        for previous, m in zip(self._previous, mean, strict=True):
+            previous.copy_(m)
+        w = self._weight
+        return {
+            "train/loss": self._loss / w,
+            "fed/client_drift": max(self._squares / w - squared, 0.0) ** 0.5,
+            "fed/update_norm": float(torch.stack(list(moved)).norm()),
+            "fed/alignment": self._cosines / w,
+            "fed/orthogonality": sum(shapes) / len(shapes) if shapes else 0.0,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last round's direction."""
+        return {"previous": list(self._previous)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores :meth:`state_dict`."""
+        for mine, theirs in zip(self._previous, state["previous"], strict=True):
+            mine.copy_(theirs)
+
+
+def orthogonality(update: Tensor) -> float:
+    """How equal the singular values s of a matrix are: (sum s^2)^2 / (rank_max sum s^4).
+
+    1 for a multiple of a (semi-)orthogonal matrix, 1 / min(rows, cols) for rank one, 0 for zero.
+    A convolution ``(out, in, kh, kw)`` is the matrix ``(out, in kh kw)``.
+    """
+    m = update.flatten(1).float()
+    if m.shape[0] > m.shape[1]:
+        m = m.T
+    peak = m.abs().max()
+    if peak == 0:
+        return 0.0
+    gram = (m / peak) @ (m / peak).T
+    return float(gram.trace().square() / (m.shape[0] * gram.square().sum()))

@@ -1,0 +1,58 @@
+"""A progress bar that counts clients and says which round it is."""
+
+import sys
+from typing import Any
+
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
+
+from .callback import FederatedServer
+from .roundlog import RoundLog, find
+
+__all__ = ["RoundProgressBar"]
+
+
+class RoundProgressBar(TQDMProgressBar):
+    """One line: ``round 12/50``, the clients done in it, and the last validation accuracy."""
+
+    def init_train_tqdm(self) -> Tqdm:
+        """A bar over the clients of a round."""
+        return Tqdm(
+            desc="round",
+            position=0,
+            disable=self.is_disabled,
+            leave=True,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            bar_format="{desc} |{bar:20}| {n_fmt}/{total_fmt} clients{postfix}",
+        )
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """None: evaluation is a small part of a round."""
+        return Tqdm(disable=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:  # noqa: ANN401
+        """Starts the round's bar."""
+        bar = self.train_progress_bar
+        bar.reset(total=find(trainer, FederatedServer).cohort_size)
+        bar.set_description(f"round {trainer.current_epoch + 1}/{trainer.max_epochs}", refresh=False)
+        history = find(trainer, RoundLog).history
+        accuracy = next((row["val/acc"] for row in reversed(history) if "val/acc" in row), None)
+        if accuracy is not None:
+            bar.set_postfix_str(f"val/acc {accuracy:.4f}", refresh=False)
+
+    def advance_clients(self, clients: int) -> None:
+        """A block of clients is done; called by the module."""
+        self.train_progress_bar.update(clients)
+
+    def on_train_batch_end(self, *_: Any) -> None:  # noqa: ANN401
+        """Nothing: a batch is the whole round."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draws the round's last state."""
+        self.train_progress_bar.refresh()
+
+    def get_metrics(self, *_: Any) -> dict[str, Any]:  # type: ignore[override]  # noqa: ANN401
+        """Nothing beside what :meth:`on_train_epoch_start` shows."""
+        return {}

@@ -1,0 +1,181 @@
+"""Per-client state on disk: append-only, so that every checkpoint of a run stays exact."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..clients import Tensors
+
+__all__ = ["ClientStore", "MissingClientState"]
+
+
+class MissingClientState(RuntimeError):
+    """A checkpoint refers to per-client state whose files are gone."""
+
+
+class ClientStore:
+    """State of clients that took part, one file a round, each client's latest named by an index.
+
+    A file is never changed after it was written. A checkpoint keeps the index only, so that a
+    kill between two checkpoints, and going back to an older checkpoint, both find what they need.
+    Memory and disk follow the clients that took part, not those that exist.
+
+    Args:
+        folder: Where the files lie; a temporary folder of the process if None.
+        like: Shapes and dtypes of one client's state by name; empty if there is none to keep.
+    """
+
+    def __init__(self, folder: Path | None, like: Mapping[str, Tensors]) -> None:
+        self._temporary = None
+        if folder is None and like:
+            self._temporary = tempfile.TemporaryDirectory(prefix="fedmuon-clients-")
+            folder = Path(self._temporary.name)
+        self.folder = folder
+        self._like = {k: [(t.shape, t.dtype) for t in v] for k, v in like.items()}
+        self._size = sum(t.numel() * t.element_size() for v in like.values() for t in v)
+        self._index: dict[int, tuple[int, int]] = {}
+        """Client -> (file number, position in it)."""
+        self._pending: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        """How many clients have state."""
+        return len(self._index)
+
+    def load(self, clients: Sequence[int], device: torch.device) -> dict[str, Tensors]:
+        """The clients' state, each tensor ``(C, *shape)``; zeros for a client that has none."""
+        rows = [self._read(c) for c in clients]
+        out: dict[str, Tensors] = {}
+        start = 0
+        for name, specs in self._like.items():
+            out[name] = []
+            for shape, dtype in specs:
+                count = shape.numel() * dtype.itemsize
+                piece = b"".join(row[start : start + count] for row in rows)
+                flat = torch.frombuffer(bytearray(piece), dtype=dtype)
+                out[name].append(flat.view(len(clients), *shape).to(device))
+                start += count
+        return out
+
+    def _read(self, client: int) -> bytes:
+        if client in self._pending:
+            return self._pending[client]
+        if client not in self._index:
+            return bytes(self._size)
+        number, position = self._index[client]
+        path = self._path(number)
+        try:
+            with path.open("rb") as f:
+                f.seek(position * self._size)
+                row = f.read(self._size)
+        except FileNotFoundError:
+            row = b""
+        if len(row) != self._size:
+            raise MissingClientState(
+                f"the state of client {client} should be in {path}, which is missing or too short"
+            )
+        return row
+
+    def put(self, clients: Sequence[int], state: Mapping[str, Sequence[Tensor]]) -> None:
+        """Keeps new state, each tensor ``(C, *shape)``, until :meth:`commit` writes it."""
+        flat = [t.detach().cpu().contiguous() for name in self._like for t in state[name]]
+        for c, client in enumerate(clients):
+            self._pending[client] = b"".join(_bytes(t[c]) for t in flat)
+
+    def commit(self) -> None:
+        """Writes what :meth:`put` kept to one new file and moves the index."""
+        if not self._pending or self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = max((_number(p) for p in self.folder.glob("*.bin")), default=-1) + 1
+        part = self._path(number).with_suffix(".part")
+        with part.open("wb") as f:
+            for row in self._pending.values():
+                f.write(row)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, self._path(number))
+        for position, client in enumerate(self._pending):
+            self._index[client] = (number, position)
+        self._pending.clear()
+
+    def discard(self) -> None:
+        """Forgets what :meth:`put` kept since the last commit."""
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The index in plain values."""
+        rows = [(c, *at) for c, at in sorted(self._index.items())]
+        return {
+            "index": torch.tensor(rows, dtype=torch.int64).view(-1, 3),
+            "folder": "" if self.folder is None else str(self.folder.resolve()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], beside: Path | None = None) -> None:
+        """Takes over the index of a checkpoint.
+
+        Args:
+            state: From :meth:`state_dict`.
+            beside: The folder that the checkpoint's run keeps its files in now, tried before the
+                one written in the checkpoint; files of another run are copied.
+
+        Raises:
+            MissingClientState: If a file that the index needs is nowhere.
+        """
+        self._index = {int(c): (int(n), int(p)) for c, n, p in state["index"].tolist()}
+        self._pending.clear()
+        if not self._index or self.folder is None:
+            return
+        needed = {n for n, _ in self._index.values()}
+        own = self.folder.resolve()
+        homes = [h for h in (beside, Path(state["folder"])) if h is not None]
+        for home in homes:
+            if all((home / f"{n:08d}.bin").is_file() for n in needed):
+                if home.resolve() != own:
+                    self._import(home, needed)
+                return
+        raise MissingClientState(
+            f"the checkpoint needs per-client state from {' or '.join(map(str, homes))}, where "
+            f"files are missing; resume it in the folder of its run"
+        )
+
+    def _import(self, home: Path, needed: Iterable[int]) -> None:
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        first = max((_number(p) for p in self.folder.glob("*.bin")), default=-1) + 1
+        moved = {n: first + i for i, n in enumerate(sorted(needed))}
+        for old, new in moved.items():
+            shutil.copyfile(home / f"{old:08d}.bin", self._path(new))
+        self._index = {c: (moved[n], p) for c, (n, p) in self._index.items()}
+
+    def sweep(self, checkpoints: Iterable[Mapping[str, Any]]) -> None:
+        """Removes the files that neither the index nor one of the checkpoints needs.
+
+        Args:
+            checkpoints: What :meth:`state_dict` gave for every checkpoint that may be resumed.
+        """
+        if self.folder is None:
+            return
+        live = {n for n, _ in self._index.values()}
+        for state in checkpoints:
+            live |= set(state["index"][:, 1].tolist())
+        for path in self.folder.glob("*.bin"):
+            if _number(path) not in live:
+                path.unlink()
+
+    def _path(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{number:08d}.bin"
+
+
+def _number(path: Path) -> int:
+    return int(path.stem)
+
+
+def _bytes(t: Tensor) -> bytes:
+    return t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

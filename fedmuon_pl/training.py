@@ -1,0 +1,231 @@
+"""``fedmuon fit``, ``validate`` and ``test``: a LightningCLI over the federated module."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import ActionConfigFile, Namespace
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+# Imported so that a configuration can name their classes without a module.
+from . import algorithms, models, schedules, tasks  # noqa: F401
+from .configuration import find_config
+from .data import digits, partition  # noqa: F401
+from .data.datamodule import FederatedDataModule
+from .errors import ConfigError, FedMuonError
+from .module import FederatedModule
+from .server.callback import FederatedServer, run_folder
+from .server.checks import check_trainer_config
+from .server.progress import RoundProgressBar
+from .server.roundlog import MetricsFile, RoundLog
+from .server.state import MissingClientState
+
+__all__ = ["ConfigName", "FederatedCLI", "train_main"]
+
+
+class ConfigName(ActionConfigFile):
+    """``-c NAME``: a file, or a short name (see :func:`fedmuon_pl.configuration.find_config`)."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:  # noqa: ANN401
+        """Resolves the name."""
+        try:
+            path = str(find_config(str(values)))
+        except FileNotFoundError as e:
+            parser.error(str(e))
+        super().__call__(parser, cfg, path, option_string)
+
+
+class _SaveRunConfig(SaveConfigCallback):
+    """Saves ``config.yaml`` when training starts, with what was resolved by then."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing yet."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the file."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        assert isinstance(pl_module, FederatedModule)
+        self.config.model.clients_at_once = pl_module.engine()["clients_at_once"]
+        path = run_folder(trainer) / self.config_filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=False)
+
+
+class FederatedCLI(LightningCLI):
+    """LightningCLI with a server, short configuration names and one folder for each run."""
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(
+            FederatedModule,
+            FederatedDataModule,
+            subclass_mode_data=True,
+            save_config_callback=_SaveRunConfig,
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Those of a federated run."""
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
+            "validate": {"model", "dataloaders", "datamodule", "weights_only"},
+            "test": {"model", "dataloaders", "datamodule", "weights_only"},
+        }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401
+        """A parser whose ``-c`` takes short names."""
+        parser = LightningArgumentParser(**{"description": "fedmuon", **kwargs})
+        parser.add_argument(
+            "-c", "--config", action=ConfigName, help="A configuration: a file or a short name."
+        )
+        return parser
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """One seed for the run."""
+        parser.add_argument(
+            "--seed_everything",
+            type=int,
+            default=0,
+            help="The run's seed: x^0, cohorts, batches, dropout. The partition has its own.",
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The server, and what names the run's folder."""
+        parser.add_lightning_class_args(FederatedServer, "server")
+        parser.link_arguments("seed_everything", "model.seed")
+        parser.add_argument(
+            "--experiment", type=str, default="default", help="Names the folder of the comparison."
+        )
+        parser.add_argument(
+            "--method", type=str | None, help="Names the run's folder; the algorithm if null."
+        )
+        parser.add_argument(
+            "--threads", type=int | None, help="CPU threads of the process; torch's choice if null."
+        )
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a checkpoint never changes the configuration."""
+
+    # -- before anything is built ---------------------------------------------------------------
+
+    def before_instantiate_classes(self) -> None:
+        """Checks what can be checked early, and names the run's folder."""
+        config = self.config[self.subcommand]
+        if config.seed_everything < 0:
+            raise ConfigError(f"seed_everything={config.seed_everything}: must not be negative")
+        if config.threads is not None and config.threads < 1:
+            raise ConfigError(f"threads={config.threads}: must be at least 1")
+        check_trainer_config(config.trainer.as_dict())
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        config.threads = torch.get_num_threads()
+        root = Path(config.trainer.default_root_dir or "runs")
+        method = config.method or config.model.algorithm.class_path.rsplit(".", 1)[-1].lower()
+        self.experiment, self.run_name = config.experiment, f"{method}-s{config.seed_everything}"
+        self.root = root
+        self.folder = root / self.experiment / self.run_name
+        self.checkpoint = self._find_checkpoint(config.ckpt_path)
+        fast = bool(config.trainer.fast_dev_run)
+        if self.subcommand == "fit" and not fast and self.checkpoint is None and self._has_run():
+            raise ConfigError(
+                f"{self.folder} already holds a run: resume it with --ckpt_path last, or remove "
+                f"it, or write elsewhere with --trainer.default_root_dir, --experiment or --method"
+            )
+
+    def _has_run(self) -> bool:
+        """Whether there is anything to lose; a run that died before its first checkpoint is not."""
+        return any((self.folder / name).exists() for name in ("checkpoints", "done"))
+
+    def _find_checkpoint(self, given: str | None) -> str | None:
+        if given is None:
+            if self.subcommand != "fit":
+                raise ConfigError(
+                    f"{self.subcommand} needs --ckpt_path: last, best or a file; without one it "
+                    f"would evaluate untrained weights"
+                )
+            return None
+        name = str(given)
+        known = name in ("last", "best")
+        path = self.folder / "checkpoints" / f"{name}.ckpt" if known else Path(name)
+        if not path.is_file():
+            hint = f"; --ckpt_path {name} is that of the run {self.folder}" if known else ""
+            raise ConfigError(f"there is no checkpoint {path}{hint}")
+        return str(path)
+
+    def instantiate_classes(self) -> None:
+        """Builds everything; what an argument has against its value is one sentence."""
+        try:
+            super().instantiate_classes()
+        except ValueError as e:
+            raise ConfigError(str(e)) from e
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
+        """A Trainer whose loggers, checkpoints and configuration lie in the run's folder."""
+        trainer = dict(self._get(self.config_init, "trainer"))
+        trainer["default_root_dir"] = str(self.folder)
+        trainer["logger"] = self._loggers(trainer.get("logger"))
+        callbacks = [self._get(self.config_init, "server"), RoundLog()]
+        if trainer.get("enable_progress_bar") is not False and self.subcommand == "fit":
+            callbacks.append(RoundProgressBar())
+        built = self._instantiate_trainer(trainer, callbacks)
+        for callback in built.checkpoint_callbacks:
+            if getattr(callback, "dirpath", "") is None:
+                callback.dirpath = str(self.folder / "checkpoints")  # type: ignore[attr-defined]
+        return built
+
+    def _loggers(self, given: Any) -> Any:  # noqa: ANN401
+        if given is False or self.subcommand != "fit":
+            return False
+        if given in (None, True):
+            given = [
+                TensorBoardLogger(
+                    str(self.root), self.experiment, self.run_name, default_hp_metric=False
+                )
+            ]
+        loggers = given if isinstance(given, list) else [given]
+        return [*loggers, MetricsFile(self.folder)]
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """With the checkpoint that was found."""
+        return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": self.checkpoint}
+
+
+def train_main(args: list[str]) -> int:
+    """``fedmuon fit|validate|test``.
+
+    Args:
+        args: The command line, beginning with the command.
+
+    Returns:
+        The exit status: 0, or 2 after one sentence on the standard error.
+    """
+    _quieten()
+    try:
+        FederatedCLI(args)
+    except (FedMuonError, MisconfigurationException, MissingClientState) as e:
+        if os.environ.get("FEDMUON_DEBUG"):
+            raise
+        print(f"fedmuon: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _quieten() -> None:
+    """Warnings that are known to be false here, each with its reason."""
+    # Lightning calls a jsonargparse method that was renamed; nothing a user can do.
+    warnings.filterwarnings("ignore", message=r"(?s).*instantiate_classes.*deprecated")
+    # The arguments come from main(), also in tests and notebooks.
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+
+
+_ = Namespace

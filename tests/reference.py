@@ -1,0 +1,1265 @@
+"""Federated optimisers written from their papers' formulas, for checking the real engine.
+
+Nothing here is fast and nothing is shared with ``fedmuon_pl``: plain loops over rounds, clients and
+steps on dictionaries of float64 tensors, one client at a time, no ``torch.optim``, no
+``torch.nn.Module``. An error in the engine and the same error here would have to be made twice, by
+two people reading the same formula.
+
+Conventions that hold for every method
+
+* Round r counts from 0; ``x[r]`` of a trace is the global model *after* round r (the papers'
+  x^{r+1}).
+* A learning rate is a number or a function of the round, constant inside the round.
+* A client's gradient is that of its batch loss. A method's correction is added to it first, the sum
+  is clipped (if asked), then the optimiser adds its own coupled weight decay: the order of DESIGN
+  section 3.
+* w_i = 1/S over the round's cohort, or n_i / sum of n_j over the cohort when sample counts are
+  given.
+* K_i, the number of local steps, is the length of the client's list of batches and may differ
+  between clients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+Batch = Any
+Gradient = Callable[[Params, Batch], Params]
+Rounds = list[dict[int, list[Batch]]]
+Rate = float | Callable[[int], float]
+Orthogonalize = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Trace:
+    """What a method did: the global model and the server's state after each round.
+
+    Attributes:
+        x: x^1 .. x^R.
+        state: One dictionary per round, e.g. ``{"c": Params, "c_i": {client: Params}}``.
+    """
+
+    x: list[Params] = field(default_factory=list)
+    state: list[dict[str, Any]] = field(default_factory=list)
+
+    def record(self, x: Params, **state: Any) -> None:
+        """Append copies, so that nothing later can change the past."""
+        self.x.append(copy(x))
+        self.state.append(copy(state))
+
+
+# --------------------------------------------------------------------------------------------------
+# Arithmetic on dictionaries of tensors
+# --------------------------------------------------------------------------------------------------
+
+
+def copy(tree: Any) -> Any:
+    """A deep copy of nested dictionaries of tensors."""
+    if isinstance(tree, dict):
+        return {key: copy(value) for key, value in tree.items()}
+    return tree.clone() if isinstance(tree, Tensor) else tree
+
+
+def zeros(x: Params) -> Params:
+    """The zero vector in the space of x."""
+    return {name: torch.zeros_like(p) for name, p in x.items()}
+
+
+def add(x: Params, y: Params, a: float = 1.0) -> Params:
+    """x + a y."""
+    return {name: x[name] + a * y[name] for name in x}
+
+
+def subtract(x: Params, y: Params) -> Params:
+    """x - y."""
+    return add(x, y, -1.0)
+
+
+def times(x: Params, a: float) -> Params:
+    """a x."""
+    return {name: a * p for name, p in x.items()}
+
+
+def mean(vectors: dict[int, Params], w: dict[int, float]) -> Params:
+    """The weighted mean over clients, sum_i w_i v_i (the weights sum to 1)."""
+    total = zeros(next(iter(vectors.values())))
+    for i, vector in vectors.items():
+        total = add(total, vector, w[i])
+    return total
+
+
+def mean_direction(
+    x: Params, x_i: dict[int, Params], sum_eta: dict[int, float], w: dict[int, float]
+) -> Params:
+    """-sum_i w_i (x_i - x) / (sum of client i's etas); a client whose sum is 0 counts as 0."""
+    return mean(
+        {i: times(subtract(x, x_i[i]), 1 / sum_eta[i] if sum_eta[i] else 0.0) for i in x_i}, w
+    )
+
+
+def cohort_weights(
+    cohort: dict[int, list[Batch]], weights: dict[int, int] | None
+) -> dict[int, float]:
+    """w_i over the round's cohort: uniform, or by sample count."""
+    counts = {i: 1 if weights is None else weights[i] for i in cohort}
+    return {i: n / sum(counts.values()) for i, n in counts.items()}
+
+
+def at(rate: Rate, r: int) -> float:
+    """The rate of round r."""
+    return rate(r) if callable(rate) else rate
+
+
+def clip(g: Params, clip_norm: float | None) -> Params:
+    """g min(1, clip / (||g|| + 1e-6)), the norm over all parameters of this one client together."""
+    if clip_norm is None:
+        return g
+    norm = math.sqrt(sum(float((p**2).sum()) for p in g.values()))
+    return times(g, min(1.0, clip_norm / (norm + 1e-6)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Orthogonalisation
+# --------------------------------------------------------------------------------------------------
+
+
+def polar_svd(G: Tensor, rtol: float = 1e-10) -> Tensor:
+    """U V^T of G = U S V^T over the singular values above rtol * s_max; the others give 0."""
+    U, s, Vh = torch.linalg.svd(G, full_matrices=False)
+    if s[0] == 0:
+        return torch.zeros_like(G)
+    return U @ torch.diag((s > rtol * s[0]).to(G.dtype)) @ Vh
+
+
+def newton_schulz(
+    G: Tensor,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    eps: float = 1e-7,
+) -> Tensor:
+    """The quintic iteration of Jordan et al. (2024, "Muon"), in float64 instead of bfloat16."""
+    a, b, c = coefficients
+    X = G / (torch.linalg.matrix_norm(G) + eps)
+    transposed = G.shape[0] > G.shape[1]
+    if transposed:
+        X = X.T
+    for _ in range(steps):
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return X.T if transposed else X
+
+
+def step_scale(rows: int, cols: int, scale: str) -> float:
+    """The factor on an orthogonalised matrix; a convolution counts as (out, in*kh*kw)."""
+    return {
+        "none": 1.0,
+        "spectral": math.sqrt(max(1.0, rows / cols)),
+        "rms": 0.2 * math.sqrt(max(rows, cols)),
+    }[scale]
+
+
+def direction(u: Tensor, orthogonalize: Orthogonalize, scale: str) -> Tensor:
+    """scale * orthogonalize(u as a matrix), in u's own shape."""
+    matrix = u.flatten(1)
+    return (step_scale(*matrix.shape, scale) * orthogonalize(matrix)).reshape(u.shape)
+
+
+def muon_momentum(
+    M: Tensor, g: Tensor, beta: float, ema: bool, nesterov: bool
+) -> tuple[Tensor, Tensor]:
+    """The new momentum and the matrix to orthogonalise.
+
+    Classic: M <- beta M + g, look-ahead g + beta M.
+    EMA: M <- beta M + (1-beta) g, look-ahead (1-beta) g + beta M.
+    """
+    fresh = (1 - beta) * g if ema else g
+    M = beta * M + fresh
+    return M, (fresh + beta * M if nesterov else M)
+
+
+def is_matrix(name: str, p: Tensor) -> bool:
+    """The default rule: two dimensions or more."""
+    return p.ndim >= 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Local optimisers
+# --------------------------------------------------------------------------------------------------
+
+
+def local_sgd(
+    x: Params,
+    gradient: Gradient,
+    batches: list[Batch],
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    correct: Callable[[Params, Params], Params] = lambda g, x: g,
+) -> Params:
+    """One client's SGD as PyTorch writes it, v = 0 at first.
+
+    v <- mu v + d, then x <- x - eta v, or x <- x - eta (d + mu v) with Nesterov;
+    d = clip(correct(g, x)) + wd x, where ``correct`` is what a method does to the gradient at x.
+    """
+    v = zeros(x)
+    for batch in batches:
+        d = add(clip(correct(gradient(x, batch), x), clip_norm), x, weight_decay)
+        v = add(d, v, momentum)
+        x = add(x, add(d, v, momentum) if nesterov else v, -lr)
+    return x
+
+
+def adamw_direction(
+    m: Tensor, v: Tensor, g: Tensor, k: int, betas: tuple[float, float], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adam's moments after the k-th step (k = 1, 2, ...) and m_hat / (sqrt(v_hat) + eps)."""
+    b1, b2 = betas
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g**2
+    return m, v, (m / (1 - b1**k)) / (torch.sqrt(v / (1 - b2**k)) + eps)
+
+
+# --------------------------------------------------------------------------------------------------
+# FedAvg and adaptive servers
+# --------------------------------------------------------------------------------------------------
+
+
+def fedavg(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    server_lr: Rate = 1.0,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedAvg, McMahan et al., arXiv 1602.05629, Algorithm 1: the mean of the clients' models.
+
+    The paper weights by n_i; the field (and this project by default) by 1/S. With server_lr 1 the
+    mean of the models is x + mean of the displacements.
+    """
+    x, trace = copy(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        w = cohort_weights(cohort, weights)
+        x_i = {}
+        for i, batches in cohort.items():
+            x_i[i] = local_sgd(
+                x,
+                gradient,
+                batches,
+                lr=at(lr, r),
+                momentum=momentum,
+                nesterov=nesterov,
+                weight_decay=weight_decay,
+                clip_norm=clip_norm,
+            )
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        trace.record(x)
+    return trace
+
+
+def fedavg_adamw(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    server_lr: Rate = 1.0,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedAvg with local AdamW (arXiv 1711.05101, Algorithm 2), its state fresh every round."""
+    x, trace = copy(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+        x_i = {}
+        for i, batches in cohort.items():
+            y, m, v = copy(x), zeros(x), zeros(x)
+            for k, batch in enumerate(batches, start=1):
+                g = clip(gradient(y, batch), clip_norm)
+                for name in y:
+                    m[name], v[name], step = adamw_direction(
+                        m[name], v[name], g[name], k, betas, eps
+                    )
+                    y[name] = (1 - eta * weight_decay) * y[name] - eta * step
+            x_i[i] = y
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        trace.record(x)
+    return trace
+
+
+def fedavgm(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    server_lr: Rate = 1.0,
+    beta: float = 0.9,
+    server_nesterov: bool = False,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedAvgM, Hsu et al., arXiv 1909.06335: m <- beta m + Delta, x <- x + server_lr m.
+
+    The paper has server_lr 1 and weights n_i, and its experiments use Nesterov momentum; the plain
+    form is the one it writes down. ``server_nesterov``: x <- x + server_lr (Delta + beta m).
+    ``sgd`` goes to ``local_sgd``.
+    """
+    x, m, trace = copy(x0), zeros(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        w = cohort_weights(cohort, weights)
+        x_i = {
+            i: local_sgd(x, gradient, batches, lr=at(lr, r), **sgd) for i, batches in cohort.items()
+        }
+        delta = subtract(mean(x_i, w), x)
+        m = add(delta, m, beta)
+        x = add(x, add(delta, m, beta) if server_nesterov else m, at(server_lr, r))
+        trace.record(x, momentum=m)
+    return trace
+
+
+def _adaptive_server(
+    second_moment: Callable[[Tensor, Tensor], Tensor],
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    server_lr: Rate,
+    beta1: float,
+    tau: float,
+    weights: dict[int, int] | None,
+    **sgd: Any,
+) -> Trace:
+    """Reddi et al., arXiv 2003.00295, Algorithm 2, the lines that the three methods share."""
+    x, m, trace = copy(x0), zeros(x0), Trace()
+    v = {name: torch.full_like(p, tau**2) for name, p in x0.items()}
+    for r, cohort in enumerate(rounds):
+        w = cohort_weights(cohort, weights)
+        delta_i = {}
+        for i, batches in cohort.items():
+            delta_i[i] = subtract(local_sgd(x, gradient, batches, lr=at(lr, r), **sgd), x)
+        delta = mean(delta_i, w)
+        for name in x:
+            m[name] = beta1 * m[name] + (1 - beta1) * delta[name]
+            v[name] = second_moment(v[name], delta[name] ** 2)
+            x[name] = x[name] + at(server_lr, r) * m[name] / (torch.sqrt(v[name]) + tau)
+        trace.record(x, m=m, v=v)
+    return trace
+
+
+def fedadam(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    server_lr: Rate,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    tau: float = 1e-3,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedAdam, arXiv 2003.00295, Algorithm 2: v <- beta2 v + (1-beta2) Delta^2.
+
+    m = 0 and v = tau^2 at the start, no bias correction. (The paper allows any v >= tau^2; Flower
+    starts at 0 and its later versions correct the bias; both differ from this.) ``sgd`` goes to
+    ``local_sgd``.
+    """
+
+    def second_moment(v: Tensor, square: Tensor) -> Tensor:
+        return beta2 * v + (1 - beta2) * square
+
+    return _adaptive_server(
+        second_moment,
+        x0,
+        gradient,
+        rounds,
+        lr=lr,
+        server_lr=server_lr,
+        beta1=beta1,
+        tau=tau,
+        weights=weights,
+        **sgd,
+    )
+
+
+def fedyogi(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    server_lr: Rate,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    tau: float = 1e-3,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedYogi, arXiv 2003.00295, Algorithm 2: v <- v - (1-beta2) Delta^2 sign(v - Delta^2).
+
+    All else as FedAdam. (TensorFlow Federated's page prints sign(g - v), without the square.)
+    """
+
+    def second_moment(v: Tensor, square: Tensor) -> Tensor:
+        return v - (1 - beta2) * square * torch.sign(v - square)
+
+    return _adaptive_server(
+        second_moment,
+        x0,
+        gradient,
+        rounds,
+        lr=lr,
+        server_lr=server_lr,
+        beta1=beta1,
+        tau=tau,
+        weights=weights,
+        **sgd,
+    )
+
+
+def fedadagrad(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    server_lr: Rate,
+    beta1: float = 0.0,
+    tau: float = 1e-3,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedAdagrad, arXiv 2003.00295, Algorithm 2: v <- v + Delta^2.
+
+    The algorithm's line for m holds for all three methods; the paper's experiments set beta1 = 0
+    here.
+    """
+
+    def second_moment(v: Tensor, square: Tensor) -> Tensor:
+        return v + square
+
+    return _adaptive_server(
+        second_moment,
+        x0,
+        gradient,
+        rounds,
+        lr=lr,
+        server_lr=server_lr,
+        beta1=beta1,
+        tau=tau,
+        weights=weights,
+        **sgd,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Control variates
+# --------------------------------------------------------------------------------------------------
+
+
+def scaffold(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    population: int,
+    server_lr: Rate = 1.0,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """SCAFFOLD, Karimireddy et al., arXiv 1910.06378, Algorithm 1, option II, plain SGD.
+
+    x_i <- x_i - eta (g - c_i + c);
+    c_i+ = c_i - c + (x - x_i^{K_i}) / (sum of the etas really used);
+    x <- x + server_lr sum_i w_i (x_i - x);  c <- c + (1/N) sum_{i in S} (c_i+ - c_i).
+
+    c is never weighted: it stays the plain mean of all N clients' c_i (N = ``population``, the
+    clients that can be sampled at all, whether or not they ever are). Clipping acts on the
+    corrected gradient. Where the sum of the etas is 0 the formula says nothing and c_i stays.
+    State: ``c``, and ``c_i`` of the clients seen so far (others are 0).
+    """
+    x, c, c_i, trace = copy(x0), zeros(x0), {}, Trace()
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+        x_i, c_new = {}, {}
+        for i, batches in cohort.items():
+            c_old = c_i.get(i, zeros(x))
+            y, sum_eta = copy(x), 0.0
+            for batch in batches:
+                g = clip(add(subtract(gradient(y, batch), c_old), c), clip_norm)
+                y = add(y, add(g, y, weight_decay), -eta)
+                sum_eta += eta
+            x_i[i] = y
+            c_new[i] = c_old
+            if sum_eta > 0:
+                c_new[i] = add(subtract(c_old, c), subtract(x, y), 1 / sum_eta)
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        for i in cohort:
+            c = add(c, subtract(c_new[i], c_i.get(i, zeros(x))), 1 / population)
+        c_i.update(c_new)
+        trace.record(x, c=c, c_i=c_i)
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------
+# Muon
+# --------------------------------------------------------------------------------------------------
+
+
+def local_muon(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    rest_lr: Rate,
+    beta: float = 0.95,
+    ema: bool = False,
+    nesterov: bool = False,
+    scale: str = "none",
+    orthogonalize: Orthogonalize = polar_svd,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    server_lr: Rate = 1.0,
+    clip_norm: float | None = None,
+    matrix: Callable[[str, Tensor], bool] = is_matrix,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedAvg with local Muon on the matrices, AdamW on the rest, both fresh every round.
+
+    The baseline of arXiv 2510.27403 ("Local Muon"). Weight decay is decoupled in both groups and
+    comes first.
+    """
+    x, trace = copy(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        eta, rest_eta, w = at(lr, r), at(rest_lr, r), cohort_weights(cohort, weights)
+        x_i = {}
+        for i, batches in cohort.items():
+            y, M, m, v = copy(x), zeros(x), zeros(x), zeros(x)
+            for k, batch in enumerate(batches, start=1):
+                g = clip(gradient(y, batch), clip_norm)
+                for name in y:
+                    if matrix(name, x0[name]):
+                        M[name], u = muon_momentum(M[name], g[name], beta, ema, nesterov)
+                        y[name] = y[name] * (1 - eta * weight_decay) - eta * direction(
+                            u, orthogonalize, scale
+                        )
+                    else:
+                        m[name], v[name], step = adamw_direction(
+                            m[name], v[name], g[name], k, betas, eps
+                        )
+                        y[name] = y[name] * (1 - rest_eta * weight_decay) - rest_eta * step
+            x_i[i] = y
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        trace.record(x)
+    return trace
+
+
+def fedmuon(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    rest_lr: Rate,
+    alpha: float = 0.5,
+    beta: float = 0.95,
+    ema: bool = False,
+    nesterov: bool = False,
+    scale: str = "none",
+    orthogonalize: Orthogonalize = polar_svd,
+    average_momentum: bool = True,
+    align_rest: bool = True,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    server_lr: Rate = 1.0,
+    clip_norm: float | None = None,
+    matrix: Callable[[str, Tensor], bool] = is_matrix,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedMuon, Liu et al., arXiv 2510.27403, as DESIGN section 4 states it.
+
+    Matrices, K_i times from M_i = M_bar (0 without ``average_momentum``):
+        M_i <- beta M_i + g;  O = scale * orthogonalize(M_i)
+        x_i <- x_i - eta [(1-alpha) O + alpha Delta_g]
+    The rest: the same with AdamW's direction in the place of O and its own eta, moments fresh every
+    round. With ``align_rest`` off Delta_g does not act on the rest, which then takes its full step:
+    no (1-alpha) either. Decoupled decay comes first, x_i <- x_i (1 - (1-alpha) eta wd), with 1 in
+    the place of (1-alpha) for such a rest.
+
+    Server:
+        Delta_g <- -sum_i w_i (x_i - x) / (sum_k eta_{i,k}), a client whose sum is 0 counts as 0,
+            per parameter with the etas of its group;
+        x <- x + server_lr sum_i w_i (x_i - x);  M_bar <- sum_i w_i M_i, matrices only.
+    Delta_g comes from the clients' displacements (decay and the last pull included), whatever the
+    server does with them. State: ``delta_g`` (every parameter, the rest also when it is not used)
+    and, if averaged, ``momentum``.
+    """
+    x, delta_g, trace = copy(x0), zeros(x0), Trace()
+    matrices = [name for name in x0 if matrix(name, x0[name])]
+    M_bar = {name: torch.zeros_like(x0[name]) for name in matrices}
+    for r, cohort in enumerate(rounds):
+        eta = {name: at(lr if name in matrices else rest_lr, r) for name in x}
+        pull = {name: alpha if name in matrices or align_rest else 0.0 for name in x}
+        w = cohort_weights(cohort, weights)
+        x_i, M_i, directions = {}, {}, {}
+        for i, batches in cohort.items():
+            y, M, m, v = copy(x), copy(M_bar), zeros(x), zeros(x)
+            sum_eta = dict.fromkeys(x, 0.0)
+            for k, batch in enumerate(batches, start=1):
+                g = clip(gradient(y, batch), clip_norm)
+                for name in y:
+                    if name in matrices:
+                        M[name], u = muon_momentum(M[name], g[name], beta, ema, nesterov)
+                        step = direction(u, orthogonalize, scale)
+                    else:
+                        m[name], v[name], step = adamw_direction(
+                            m[name], v[name], g[name], k, betas, eps
+                        )
+                    a, e = pull[name], eta[name]
+                    decayed = y[name] * (1 - (1 - a) * e * weight_decay)
+                    y[name] = decayed - e * ((1 - a) * step + a * delta_g[name])
+                    sum_eta[name] += e
+            x_i[i], M_i[i] = y, M
+            directions[i] = {
+                n: (x[n] - y[n]) / sum_eta[n] if sum_eta[n] else torch.zeros_like(x[n]) for n in x
+            }
+        delta_g = mean(directions, w)
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        if average_momentum:
+            M_bar = mean(M_i, w)
+            trace.record(x, delta_g=delta_g, momentum=M_bar)
+        else:
+            trace.record(x, delta_g=delta_g)
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------
+# Proximal terms, dynamic regularisation, normalised averaging
+# --------------------------------------------------------------------------------------------------
+
+
+def fedprox(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    mu: float,
+    server_lr: Rate = 1.0,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedProx, Li et al., arXiv 1812.06127, Algorithm 2: the client's loss plus (mu/2) ||y - x||^2.
+
+    The paper solves that problem inexactly by any means; here, as everywhere in the field, by K_i
+    steps of SGD on g + mu (y - x). It samples clients by p_k and averages plainly; here w_i.
+    ``sgd`` goes to ``local_sgd``.
+    """
+    x, trace = copy(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        w = cohort_weights(cohort, weights)
+
+        def proximal(g: Params, y: Params, x: Params = x) -> Params:
+            return add(g, subtract(y, x), mu)
+
+        x_i = {
+            i: local_sgd(x, gradient, batches, lr=at(lr, r), correct=proximal, **sgd)
+            for i, batches in cohort.items()
+        }
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        trace.record(x)
+    return trace
+
+
+def feddyn(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    alpha: float,
+    population: int,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedDyn, Acar et al., arXiv 2111.04263, Algorithm 1.
+
+    Client: minimise L_i(y) - <l_i, y> + (alpha/2) ||y - x||^2, here by K_i steps of SGD on
+    g - l_i + alpha (y - x);
+    l_i <- l_i - alpha (x_i - x), an estimate of grad L_i(x_i), 0 at first.
+    Server: h <- h - alpha (1/m) sum_{i in S} (x_i - x), m = ``population``;
+    x <- sum_i w_i x_i - h / alpha.
+
+    The paper's mean is plain. Its code also divides alpha by a client's relative size; with
+    ``weights`` here only the mean of the models is weighted, h and l_i never. So h is always the
+    plain mean of all m clients' l_i. State: ``h`` and ``l_i`` of the clients seen so far.
+    """
+    x, h, l_i, trace = copy(x0), zeros(x0), {}, Trace()
+    for r, cohort in enumerate(rounds):
+        w, x_i = cohort_weights(cohort, weights), {}
+        for i, batches in cohort.items():
+            l_old = l_i.get(i, zeros(x))
+
+            def dynamic(g: Params, y: Params, l_old: Params = l_old, x: Params = x) -> Params:
+                return add(subtract(g, l_old), subtract(y, x), alpha)
+
+            x_i[i] = local_sgd(x, gradient, batches, lr=at(lr, r), correct=dynamic, **sgd)
+            l_i[i] = add(l_old, subtract(x_i[i], x), -alpha)
+            h = add(h, subtract(x_i[i], x), -alpha / population)
+        x = add(mean(x_i, w), h, -1 / alpha)
+        trace.record(x, h=h, l_i=l_i)
+    return trace
+
+
+def fednova(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    tau_eff: str = "normaliser",
+    server_lr: Rate = 1.0,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedNova, Wang et al., arXiv 2007.07481, section 4.
+
+    x <- x + tau_eff sum_i w_i (x_i - x) / ||a_i||_1.
+
+    a_i holds the weight that each of the client's gradients has in its displacement (over eta):
+    ones for SGD, (1 - rho^(K-k)) / (1 - rho) with momentum. Its sum is what K_i steps on a constant
+    gradient of 1 would move.
+
+    tau_eff: "normaliser" is sum_i w_i ||a_i||_1 (the authors' code when there is no proximal term),
+    "steps" is sum_i w_i K_i (their code when there is one). Equal
+    without momentum. The code ignores Nesterov in a_i; here a_i is right for it. The paper weights
+    by n_i.
+    """
+    x, trace = copy(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        w = cohort_weights(cohort, weights)
+        d_i, a_i = {}, {}
+        for i, batches in cohort.items():
+            y = local_sgd(
+                x, gradient, batches, lr=at(lr, r), momentum=momentum, nesterov=nesterov, **sgd
+            )
+            v, a_i[i] = 0.0, 0.0
+            for _ in batches:
+                v = momentum * v + 1
+                a_i[i] += 1 + momentum * v if nesterov else v
+            d_i[i] = times(subtract(y, x), 1 / a_i[i]) if a_i[i] else zeros(x)
+        steps = {"normaliser": a_i, "steps": {i: len(batches) for i, batches in cohort.items()}}[
+            tau_eff
+        ]
+        x = add(x, mean(d_i, w), at(server_lr, r) * sum(w[i] * steps[i] for i in cohort))
+        trace.record(x)
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------
+# Server statistics used by the clients: Mime, FedCM, FedACG
+# --------------------------------------------------------------------------------------------------
+
+
+def mime(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    data: dict[int, Batch],
+    lr: Rate,
+    beta: float = 0.9,
+    ema: bool = True,
+    lite: bool = False,
+    server_lr: Rate = 1.0,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """Mime with SGD momentum, Karimireddy et al., arXiv 2008.03606, Algorithm 1.
+
+    c = sum_i w_i grad f_i(x) over each client's whole ``data``;  local step, m fixed during the
+    round:
+        g = grad f_i(y; z) - grad f_i(x; z) + c   (Mime)      g = grad f_i(y; z)   (MimeLite)
+        y <- y - eta ((1-beta) g + beta m)
+    then x <- x + server_lr sum_i w_i (y_i - x) and m <- (1-beta) c + beta m (with the c of this
+    round's x).
+
+    Choices: the paper's momentum is an EMA; with ``ema`` off it is g + beta m and m <- c + beta m,
+    which is what fedjax's SGD does. The paper's means are plain; fedjax weights both by sample
+    count, as ``weights`` does here. server_lr is fedjax's. ``weight_decay`` counts as part of f_i,
+    so it is in c as well; the correction is clipped before the decay is added, c is not clipped.
+    """
+    x, m, trace = copy(x0), zeros(x0), Trace()
+    fresh = 1 - beta if ema else 1.0
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+        c = mean({i: gradient(x, data[i]) for i in cohort}, w)
+        y_i = {}
+        for i, batches in cohort.items():
+            y = copy(x)
+            for batch in batches:
+                g = gradient(y, batch)
+                if not lite:
+                    g = add(subtract(g, gradient(x, batch)), c)
+                g = add(clip(g, clip_norm), y, weight_decay)
+                y = add(y, add(times(g, fresh), m, beta), -eta)
+            y_i[i] = y
+        m = add(times(add(c, x, weight_decay), fresh), m, beta)
+        x = add(x, subtract(mean(y_i, w), x), at(server_lr, r))
+        trace.record(x, momentum=m, c=c)
+    return trace
+
+
+def mimelite(x0: Params, gradient: Gradient, rounds: Rounds, **arguments: Any) -> Trace:
+    """MimeLite, arXiv 2008.03606, Algorithm 1: Mime without the correction of the gradients."""
+    return mime(x0, gradient, rounds, lite=True, **arguments)
+
+
+def fedcm(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    alpha: float = 0.1,
+    server_lr: Rate = 1.0,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedCM, Xu et al., arXiv 2106.10874, Algorithm 2: y <- y - eta (alpha g + (1-alpha) Delta).
+
+    Delta <- -sum_i w_i (x_i - x) / (K_i eta), the clients' mean direction per step, 0 at first;
+    x <- x + server_lr sum_i w_i (x_i - x).
+    The paper writes x <- x - eta_g Delta, so its eta_g is server_lr * K * eta; public code
+    (FL-Simulator) has server_lr. The alpha here is the paper's; the FedMuon repository's flag is 1
+    - alpha.
+    """
+    x, delta, trace = copy(x0), zeros(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+
+        def mix(g: Params, y: Params, delta: Params = delta) -> Params:
+            return add(times(g, alpha), delta, 1 - alpha)
+
+        x_i = {
+            i: local_sgd(x, gradient, batches, lr=eta, correct=mix, **sgd)
+            for i, batches in cohort.items()
+        }
+        delta = mean_direction(x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w)
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        trace.record(x, delta=delta)
+    return trace
+
+
+def fedacg(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    lam: float = 0.85,
+    beta: float = 0.01,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """FedACG, Kim et al., arXiv 2201.03172, Algorithm 1: clients start from z = x + lam m.
+
+    Local loss plus (beta/2) ||y - z||^2;  Delta = sum_i w_i (x_i - z);
+    m <- lam m + Delta;  x <- x + m, which is sum_i w_i x_i. The paper's mean is plain.
+    """
+    x, m, trace = copy(x0), zeros(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        w, z = cohort_weights(cohort, weights), add(x, m, lam)
+
+        def proximal(g: Params, y: Params, z: Params = z) -> Params:
+            return add(g, subtract(y, z), beta)
+
+        x_i = {
+            i: local_sgd(z, gradient, batches, lr=at(lr, r), correct=proximal, **sgd)
+            for i, batches in cohort.items()
+        }
+        m = add(times(m, lam), subtract(mean(x_i, w), z))
+        x = add(x, m)
+        trace.record(x, momentum=m)
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------
+# Local adaptive methods with shared moments
+# --------------------------------------------------------------------------------------------------
+
+
+def fedlada(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    alpha: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.99),
+    eps: float = 1e-8,
+    amsgrad: bool = True,
+    server_lr: Rate = 1.0,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedLADA, Sun et al., arXiv 2308.00522, the third algorithm of section 3.
+
+    Every round m = 0 and v = v_hat = v_bar (eps^2 before the first). Local step:
+        m <- b1 m + (1-b1) g;  v <- b2 v + (1-b2) g^2;  v_hat <- max(v_hat, v);
+        y <- y - eta (alpha m / sqrt(v_hat) + (1-alpha) g_a)
+    Server: g_a <- -sum_i w_i (x_i - x) / (K_i eta);  v_bar <- sum_i w_i v_hat_i;
+    x <- x + server_lr sum_i w_i (x_i - x).
+
+    The PDF was out of reach; this is fedbrew's reading of it ("AMSGrad, no bias correction, eps^2
+    as the floor"). The FedMuon repository writes Adam instead (``amsgrad`` off: v_hat is v) with
+    other factors, see its bug list.
+    """
+    b1, b2 = betas
+    x, g_a, trace = copy(x0), zeros(x0), Trace()
+    v_bar = {name: torch.full_like(p, eps**2) for name, p in x0.items()}
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+        x_i, v_i = {}, {}
+        for i, batches in cohort.items():
+            y, m, v, v_hat = copy(x), zeros(x), copy(v_bar), copy(v_bar)
+            for batch in batches:
+                g = clip(gradient(y, batch), clip_norm)
+                for name in y:
+                    m[name] = b1 * m[name] + (1 - b1) * g[name]
+                    v[name] = b2 * v[name] + (1 - b2) * g[name] ** 2
+                    v_hat[name] = torch.maximum(v_hat[name], v[name]) if amsgrad else v[name]
+                    step = alpha * m[name] / torch.sqrt(v_hat[name]) + (1 - alpha) * g_a[name]
+                    y[name] = y[name] - eta * step
+            x_i[i], v_i[i] = y, v_hat
+        g_a = mean_direction(x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w)
+        v_bar = mean(v_i, w)
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        trace.record(x, g_a=g_a, v=v_bar)
+    return trace
+
+
+def whole_tensor_mean(name: str, v: Tensor) -> Tensor:
+    """One block per parameter: its mean, spread over the parameter's shape."""
+    return v.mean().expand_as(v).clone()
+
+
+def fedadamw(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    alpha: float = 0.5,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    block_mean: Callable[[str, Tensor], Tensor] = whole_tensor_mean,
+    steps_per_round: int | None = None,
+    shrink_local: bool = False,
+    server_lr: Rate = 1.0,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedAdamW, Liu et al., arXiv 2510.27486, the local AdamW with aggregated second moments.
+
+    Every round m = 0 and v = v_bar. Local step k = 1, 2, ... with t the step counted over all
+    rounds:
+        m_hat = m / (1 - b1^k);  v_hat = v / (1 - b2^t);
+        y <- y - eta (m_hat / (sqrt(v_hat) + eps) + alpha Delta + wd y)
+    Server: Delta <- -sum_i w_i (x_i - x) / (K_i eta);  v_bar <- sum_i w_i block_mean(v_i);  x as
+    FedAvg.
+
+    Choices: the printed "- lambda x" would grow the weights and is read as decoupled decay.
+    ``block_mean``: the paper sends the mean of each block of a Hessian-like partition, its vision
+    code all of v (pass the identity); here one block per parameter. t = steps of earlier rounds +
+    k, where an earlier round counts as ``steps_per_round`` or, if None, as the longest client of
+    its cohort; the paper has one constant K. ``shrink_local`` puts (1-alpha) before the Adam
+    direction, as later versions of the code do and the paper does not.
+    """
+    x, delta, v_bar, before, trace = copy(x0), zeros(x0), zeros(x0), 0, Trace()
+    local = 1 - alpha if shrink_local else 1.0
+    b1, b2 = betas
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+        x_i, v_i = {}, {}
+        for i, batches in cohort.items():
+            y, m, v = copy(x), zeros(x), copy(v_bar)
+            for k, batch in enumerate(batches, start=1):
+                g = clip(gradient(y, batch), clip_norm)
+                for name in y:
+                    m[name] = b1 * m[name] + (1 - b1) * g[name]
+                    v[name] = b2 * v[name] + (1 - b2) * g[name] ** 2
+                    adam = (m[name] / (1 - b1**k)) / (
+                        torch.sqrt(v[name] / (1 - b2 ** (before + k))) + eps
+                    )
+                    y[name] = y[name] - eta * (
+                        local * adam + alpha * delta[name] + weight_decay * y[name]
+                    )
+            x_i[i], v_i[i] = y, {name: block_mean(name, v[name]) for name in v}
+        delta = mean_direction(x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w)
+        v_bar = mean(v_i, w)
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        before += (
+            max(len(batches) for batches in cohort.values())
+            if steps_per_round is None
+            else steps_per_round
+        )
+        trace.record(x, delta=delta, v=v_bar)
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------
+# More Muon
+# --------------------------------------------------------------------------------------------------
+
+
+def fedmuon_lmo(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    population: int,
+    alpha: float = 0.1,
+    orthogonalize: Orthogonalize = polar_svd,
+    scale: str = "none",
+    keep_momentum: bool = True,
+    server_lr: Rate | None = None,
+    clip_norm: float | None = None,
+    matrix: Callable[[str, Tensor], bool] = is_matrix,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """The other FedMuon, Takezawa et al., arXiv 2509.26337, Algorithm 1: C_i before the LMO.
+
+    M_i <- (1-alpha) M_i + alpha g;  y <- y + eta lmo(M_i - C_i + C);  after K_i steps C_i <- M_i;
+    C <- C + (1/n) sum_{i in S} (C_i_new - C_i);  x <- ((n-S)/n) x + (1/n) sum_{i in S} y_i.
+    lmo(G) = -U V^T for matrices, -G / ||G||_2 for the rest, 0 of 0.
+
+    That x is x + (S/n) (mean of y_i - x): ``server_lr`` None means S/n; with ``weights`` the mean
+    is weighted, C never. n = ``population``. ``keep_momentum``: M_i lives on with the client (as a
+    public reproduction has it; then M_i = C_i between rounds); off, M_i starts from 0. M, C and C_i
+    are 0 at first. ``scale`` is ours, "none" is the paper.
+    State: ``c``, ``c_i`` of the clients seen so far.
+    """
+    x, C, C_i, trace = copy(x0), zeros(x0), {}, Trace()
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+        y_i, C_new = {}, {}
+        for i, batches in cohort.items():
+            C_old = C_i.get(i, zeros(x))
+            y, M = copy(x), copy(C_old) if keep_momentum else zeros(x)
+            for batch in batches:
+                M = add(times(M, 1 - alpha), clip(gradient(y, batch), clip_norm), alpha)
+                G = add(subtract(M, C_old), C)
+                for name in y:
+                    if matrix(name, x0[name]):
+                        step = direction(G[name], orthogonalize, scale)
+                    else:
+                        norm = torch.linalg.vector_norm(G[name])
+                        step = G[name] / norm if norm > 0 else torch.zeros_like(G[name])
+                    y[name] = y[name] - eta * step
+            y_i[i], C_new[i] = y, M
+        for i in cohort:
+            C = add(C, subtract(C_new[i], C_i.get(i, zeros(x))), 1 / population)
+        C_i.update(C_new)
+        rate = len(cohort) / population if server_lr is None else at(server_lr, r)
+        x = add(x, subtract(mean(y_i, w), x), rate)
+        trace.record(x, c=C, c_i=C_i)
+    return trace
+
+
+def server_muon(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    server_lr: Rate,
+    rest_server_lr: Rate = 1.0,
+    beta: float = 0.95,
+    ema: bool = False,
+    nesterov: bool = False,
+    scale: str = "none",
+    orthogonalize: Orthogonalize = polar_svd,
+    rest_beta: float | None = None,
+    matrix: Callable[[str, Tensor], bool] = is_matrix,
+    weights: dict[int, int] | None = None,
+    **sgd: Any,
+) -> Trace:
+    """Local SGD, Muon at the server: orthogonalise after averaging instead of before it.
+
+    No paper defines it; it is FedOpt (arXiv 2003.00295, Algorithm 1) with Muon as ServerOpt on the
+    pseudo-gradient G = -Delta: M <- beta M + G;  x <- x - server_lr * scale * orthogonalize(M).
+    (EF21-Muon, arXiv 2510.00643, also orthogonalises after averaging, with K = 1.) The rest takes
+    the same momentum (``rest_beta``, None: beta) without orthogonalisation, at its own rate: x <- x
+    - rest_server_lr * M. ``sgd`` goes to ``local_sgd``.
+    """
+    x, M, trace = copy(x0), zeros(x0), Trace()
+    for r, cohort in enumerate(rounds):
+        w = cohort_weights(cohort, weights)
+        x_i = {
+            i: local_sgd(x, gradient, batches, lr=at(lr, r), **sgd) for i, batches in cohort.items()
+        }
+        G = subtract(x, mean(x_i, w))
+        for name in x:
+            if matrix(name, x0[name]):
+                M[name], u = muon_momentum(M[name], G[name], beta, ema, nesterov)
+                x[name] = x[name] - at(server_lr, r) * direction(u, orthogonalize, scale)
+            else:
+                decay = beta if rest_beta is None else rest_beta
+                M[name], u = muon_momentum(M[name], G[name], decay, ema, nesterov)
+                x[name] = x[name] - at(rest_server_lr, r) * u
+        trace.record(x, momentum=M)
+    return trace
+
+
+def muloco(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    rest_lr: Rate,
+    beta: float = 0.95,
+    ema: bool = False,
+    nesterov: bool = True,
+    scale: str = "rms",
+    orthogonalize: Orthogonalize = polar_svd,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    outer_lr: Rate = 0.7,
+    outer_momentum: float = 0.9,
+    outer_nesterov: bool = True,
+    keep_state: bool = True,
+    clip_norm: float | None = None,
+    matrix: Callable[[str, Tensor], bool] = is_matrix,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """MuLoCo, Therien et al., arXiv 2505.23725: DiLoCo (arXiv 2311.08105) with an inner Muon.
+
+    Inner: K_i steps of Muon on the matrices, AdamW on the rest, decoupled decay first in both.
+    Outer: psi = sum_i w_i (x - x_i);  u <- outer_momentum u + psi;
+    x <- x - outer_lr (psi + outer_momentum u)   (Nesterov, as PyTorch writes it; else outer_lr u).
+
+    ``keep_state``: in DiLoCo a worker keeps its inner optimiser's state (M, m, v and the step
+    count) from round to round and only the parameters are reset to x; off, it starts afresh, as
+    sampled clients of federated learning must. The inner momentum's form and the scale are those of
+    whichever Muon one takes: arguments.
+    """
+    x, u, trace = copy(x0), zeros(x0), Trace()
+    inner: dict[int, tuple[Params, Params, Params, int]] = {}
+    for r, cohort in enumerate(rounds):
+        eta, rest_eta, w = at(lr, r), at(rest_lr, r), cohort_weights(cohort, weights)
+        x_i = {}
+        for i, batches in cohort.items():
+            y = copy(x)
+            M, m, v, k = inner.get(i, (zeros(x), zeros(x), zeros(x), 0))
+            for batch in batches:
+                k += 1
+                g = clip(gradient(y, batch), clip_norm)
+                for name in y:
+                    if matrix(name, x0[name]):
+                        M[name], ahead = muon_momentum(M[name], g[name], beta, ema, nesterov)
+                        y[name] = y[name] * (1 - eta * weight_decay) - eta * direction(
+                            ahead, orthogonalize, scale
+                        )
+                    else:
+                        m[name], v[name], step = adamw_direction(
+                            m[name], v[name], g[name], k, betas, eps
+                        )
+                        y[name] = y[name] * (1 - rest_eta * weight_decay) - rest_eta * step
+            x_i[i] = y
+            if keep_state:
+                inner[i] = (M, m, v, k)
+        psi = subtract(x, mean(x_i, w))
+        u = add(psi, u, outer_momentum)
+        x = add(x, add(psi, u, outer_momentum) if outer_nesterov else u, -at(outer_lr, r))
+        trace.record(x, momentum=u)
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------
+# A small problem to run all of this on
+# --------------------------------------------------------------------------------------------------
+
+
+def tiny_loss(x: Params, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross-entropy of conv(1->2, 3x3) -> tanh -> flatten(8) -> linear(8->3) on 1x4x4
+    inputs."""
+    inputs, labels = batch
+    hidden = torch.tanh(torch.nn.functional.conv2d(inputs, x["conv.weight"])).flatten(1)
+    logits = hidden @ x["fc.weight"].T + x["fc.bias"]
+    log_p = logits - torch.logsumexp(logits, dim=1, keepdim=True)
+    return -log_p[torch.arange(len(labels)), labels].mean()
+
+
+def tiny_gradient(x: Params, batch: tuple[Tensor, Tensor]) -> Params:
+    """The gradient of ``tiny_loss`` at x."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in x.items()}
+    grads = torch.autograd.grad(tiny_loss(leaves, batch), list(leaves.values()))
+    return dict(zip(leaves, grads, strict=True))
+
+
+def tiny_problem() -> tuple[Params, Gradient, dict[int, tuple[Tensor, Tensor]]]:
+    """Five clients with 12 to 20 samples each, different in size, inputs and labels; no draw
+    depends on global state.
+
+    Returns:
+        x0 ("conv.weight" (2, 1, 3, 3), "fc.weight" (3, 8), "fc.bias" (3,)), the gradient, and
+        client -> (inputs (n, 1, 4, 4) float64, labels (n,) int64).
+    """
+    generator = torch.Generator().manual_seed(20251)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    x0 = {
+        "conv.weight": 0.5 * normal(2, 1, 3, 3),
+        "fc.weight": 0.4 * normal(3, 8),
+        "fc.bias": 0.1 * normal(3),
+    }
+    prototypes = normal(3, 1, 4, 4)
+    label_shares = [
+        (0.8, 0.1, 0.1),
+        (0.1, 0.8, 0.1),
+        (0.1, 0.1, 0.8),
+        (0.45, 0.45, 0.1),
+        (0.34, 0.33, 0.33),
+    ]
+    data = {}
+    for i, (n, shares) in enumerate(zip([12, 14, 16, 18, 20], label_shares, strict=True)):
+        labels = torch.multinomial(torch.tensor(shares), n, replacement=True, generator=generator)
+        shift = 0.5 * normal(1, 1, 4, 4)
+        data[i] = (prototypes[labels] + shift + normal(n, 1, 4, 4), labels)
+    return x0, tiny_gradient, data

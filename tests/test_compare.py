@@ -1,0 +1,1151 @@
+"""Plans, their execution, and the reading, tabulating and drawing of runs.
+
+The runs are synthetic folders, and the process that a plan starts is a small script that writes
+what a real one would: nothing here trains.
+"""
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedmuon_pl.compare import commands, figures, plan, runs, tables
+from fedmuon_pl.compare.commands import compare_main, sweep_main
+from fedmuon_pl.compare.plan import PlanError, execute, inspect, load_plan, parse_plan
+
+PROJECT = Path(__file__).resolve().parents[1]
+METHODS = ("fedmuon", "local_muon", "fedavg", "scaffold", "fedadam")
+LR = "model.algorithm.init_args.lr"
+
+# A stand-in for `fedmuon fit`: a round every --pace seconds, a checkpoint after each, `done` after
+# the last. `--fail` ends it after its first round, `--crash-early` before the first checkpoint.
+FAKE = """
+import json, os, pathlib, signal, sys, time
+flags = dict(a[2:].split("=", 1) for a in sys.argv[1:] if a.startswith("--") and "=" in a)
+configs = [b for a, b in zip(sys.argv, sys.argv[1:]) if a == "-c"]
+rounds = int(flags.get("trainer.max_epochs", 4))
+folder = pathlib.Path(flags["trainer.default_root_dir"], flags["experiment"],
+                      f"{flags['method']}-s{flags['seed_everything']}")
+last = folder / "checkpoints" / "last.ckpt"
+resume = flags.get("ckpt_path") == "last"
+if folder.exists() and not resume:
+    sys.exit(f"error: there is a run in {folder}")
+if resume and not last.exists():
+    sys.exit("error: no checkpoint")
+stopped = []
+signal.signal(signal.SIGTERM, lambda *a: stopped.append(1))
+folder.mkdir(parents=True, exist_ok=True)
+lr = float(flags.get("model.algorithm.init_args.lr", 0.1))
+(folder / "config.yaml").write_text(json.dumps({
+    "experiment": flags["experiment"], "method": flags["method"],
+    "seed_everything": int(flags["seed_everything"]), "trainer": {"max_epochs": rounds},
+    "model": {"local_steps": 10, "algorithm": {
+        "class_path": "fedmuon_pl.algorithms." + configs[2].split("/")[1],
+        "init_args": {"lr": lr}}}}))
+if "crash-early" in flags:
+    print("training starts", flush=True)
+    print("Traceback", "ValueError: it broke at once", sep="\\n", file=sys.stderr)
+    sys.exit(1)
+start = int(last.read_text()) if resume else 0
+table = folder / "metrics.csv"
+lines = ["round,val/acc,test/acc,time/round_s"]
+if resume:
+    lines = table.read_text().splitlines()[: start + 1]
+table.write_text("\\n".join(lines) + "\\n")
+last.parent.mkdir(exist_ok=True)
+print("threads", os.environ["OMP_NUM_THREADS"], "from", start, flush=True)
+for r in range(start, rounds):
+    time.sleep(float(flags.get("pace", 0)))
+    acc = 1 - abs(lr - 0.1) - 0.5 ** (r + 1)
+    with table.open("a") as f:
+        f.write(f"{r},{acc},{acc - 0.01},0.5\\n")
+    last.write_text(str(r + 1))
+    if "fail" in flags:
+        print("error: round 0, client 3: the loss is nan", file=sys.stderr)
+        print("see the log")
+        sys.exit(2)
+    if stopped:
+        sys.exit(0)
+(folder / "done").write_text(json.dumps({"rounds": rounds}))
+"""
+
+
+def write_run(
+    root: Path,
+    method: str,
+    seed: int,
+    curve: list[float],
+    *,
+    experiment: str = "toy",
+    config: dict | None = None,
+    done: bool = True,
+    test_shift: float = -0.01,
+    mb: float = 2.0,
+) -> Path:
+    """A run's folder as the engine leaves it, with ``curve`` as ``val/acc``."""
+    folder = root / experiment / f"{method}-s{seed}"
+    folder.mkdir(parents=True)
+    with (folder / "metrics.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["round", "val/acc", "val/loss", "test/acc", "comm/total_mb", "time/round_s"]
+        )
+        for r, acc in enumerate(curve):
+            writer.writerow([r, acc, 1 - acc, acc + test_shift, mb * (r + 1), 0.25])
+    content = {
+        "seed_everything": seed,
+        "experiment": experiment,
+        "method": method,
+        "trainer": {"max_epochs": len(curve)},
+        "model": {
+            "local_steps": 10,
+            "algorithm": {"class_path": "x.Y", "init_args": {"lr": 0.1}},
+        },
+        "data": {"batch_size": 32, "num_clients": 100},
+        "server": {"clients_per_round": 10},
+    }
+    for key, value in (config or {}).items():
+        place = content
+        *sections, leaf = key.split(".")
+        for section in sections:
+            place = place[section]
+        place[leaf] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    if done:
+        (folder / "done").write_text(json.dumps({"rounds": len(curve)}))
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with the configurations of a small project and the fake command."""
+    for name in ("base", "experiment/toy", "experiment/other", "plan/unused"):
+        path = tmp_path / "configs" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("trainer: {max_epochs: 4}\n" if name.startswith("experiment") else "{}\n")
+    for name in METHODS:
+        path = tmp_path / "configs" / "algorithm" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"model:\n  algorithm:\n    class_path: {name}\n")
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "LAUNCHER", (sys.executable, str(script), "fit"))
+    monkeypatch.setattr(plan, "_find_config", find_here)
+    return tmp_path
+
+
+def find_here(name: str) -> Path:
+    """The rule of ``fedmuon_pl.configuration.find_config`` for this folder only."""
+    path = Path("configs", f"{name}.yaml")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no configuration {name!r}")
+    return path
+
+
+def make_plan(**changes: object) -> plan.Plan:
+    content = {
+        "name": "p",
+        "experiments": ["toy"],
+        "algorithms": ["fedavg"],
+        "seeds": [0],
+        **changes,
+    }
+    return parse_plan({key: value for key, value in content.items() if value is not None})
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -- plans ------------------------------------------------------------------------------------
+
+
+def test_a_plan_resolves_to_commands_and_folders(here: Path) -> None:
+    tuned = here / "configs" / "tuned" / "toy" / "fedavg.yaml"
+    tuned.parent.mkdir(parents=True)
+    tuned.write_text("model: {algorithm: {init_args: {lr: 1e-1}}}\n")
+    toy = make_plan(
+        algorithms={"fedavg": {"tuned": True}, "big": {"config": "fedavg", "set": {LR: 0.5}}},
+        seeds=[3, 4],
+        set={"trainer": {"max_epochs": 7}},
+    )
+    first, second, third, fourth = toy.runs("out")
+    assert first.command[3:] == (
+        *("-c", "base", "-c", "experiment/toy", "-c", "algorithm/fedavg", "-c", "tuned/toy/fedavg"),
+        "--trainer.max_epochs=7",
+        "--trainer.default_root_dir=out",
+        "--experiment=toy",
+        "--method=fedavg",
+        "--seed_everything=3",
+    )
+    assert first.folder == Path("out/toy/fedavg-s3")
+    assert first.log == Path("out/toy/logs/fedavg-s3.log")
+    assert first.rounds == 7
+    assert first.settings[LR] == 0.1  # 1e-1 is a number
+    assert [run.folder.name for run in (second, third, fourth)] == ["big-s3", "fedavg-s4", "big-s4"]
+    assert f"--{LR}=0.5" in second.command
+    assert "tuned/toy/fedavg" not in second.command
+
+
+def test_the_real_launcher_is_the_package() -> None:
+    assert list(plan.LAUNCHER) == [sys.executable, "-m", "fedmuon_pl", "fit"]
+
+
+def test_grid_points_are_readable_in_folder_names(here: Path) -> None:
+    grid = {
+        LR: [0.1, 1e-5],
+        "model.algorithm.init_args.server_lr": [-1, True],
+        "model.algorithm.init_args.kind": ["a b/c"],
+    }
+    names = [run.method for run in make_plan(algorithms={"fedadam": {"grid": grid}}).runs()]
+    assert names[0] == "fedadam@lr=0.1,server_lr=-1,kind=a-b-c"
+    assert names[3] == "fedadam@lr=1e-05,server_lr=true,kind=a-b-c"
+    assert len(set(names)) == 4
+    assert plan._point_name({"a.lr": 1, "b.lr": 2, "x": 3}) == "a.lr=1,b.lr=2,x=3"
+    point = make_plan(algorithms={"fedadam": {"grid": grid}}).runs()[0].point
+    assert point[LR] == 0.1
+
+
+def test_two_points_with_one_folder_are_refused(here: Path) -> None:
+    toy = make_plan(algorithms={"fedavg": {"grid": {"model.x": ["a b", "a/b"]}}})
+    with pytest.raises(PlanError, match="two of its runs would write to runs/toy/fedavg@x=a-b-s0"):
+        toy.runs()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"algoritms": ["a"]}, "unknown key 'algoritms' (did you mean algorithms?); allowed are n"),
+        ({"choose": {"metrik": "val/acc"}}, "unknown key 'metrik' (did you mean metric?)"),
+        ({"algorithms": {"a": {"grids": {}}}}, "algorithm a: unknown key 'grids' (did you mean gr"),
+        ({"choose": {"metric": "test/acc"}}, "choose.metric is test/acc, but nothing is chosen on"),
+        ({"choose": {"metric": "client/test_acc"}}, "nothing is chosen on test data"),
+        ({"choose": {"mode": "most"}}, "choose.mode should be max or min, not 'most'"),
+        ({"choose": {"at": "first"}}, "choose.at should be last or best, not 'first'"),
+        ({"choose": "val/acc"}, "choose should map metric, mode, at, not 'val/acc'"),
+        ({"experiments": None}, "experiments should be a list of names, not None"),
+        ({"experiments": "toy"}, "experiments should be a list of names, not 'toy'"),
+        ({"seeds": [0, 0]}, "seeds has 0 more than once"),
+        ({"seeds": [-1]}, "seeds should be 0 or more, not -1"),
+        ({"seeds": [True]}, "seeds should be a list of whole numbers, not [True]"),
+        ({"jobs": 0}, "jobs should be auto or a number from 1, not 0"),
+        ({"threads": "two"}, "threads should be a number from 1, not 'two'"),
+        ({"tuned": "yes please"}, "tuned should be true, false or auto, not 'yes please'"),
+        ({"algorithms": []}, "algorithms should be a list of names, not []"),
+        ({"algorithms": 3}, "algorithms should be a list of names, or map names to grid, set, con"),
+        ({"algorithms": {"a": 3}}, "algorithm a should map grid, set, config, tuned, not be 3"),
+        ({"algorithms": {"a/b": None}}, "'a/b' is not a name for an algorithm"),
+        ({"algorithms": {"a": {"grid": {"x": 1}}}}, "grid x should be a list of values, not 1"),
+        ({"algorithms": {"a": {"grid": {"x": [1, 1]}}}}, "grid x has a value more than once"),
+        (
+            {"algorithms": {"a": {"grid": {"x.y": [1, 2]}}}, "set": {"x": {"y": 3}}},
+            "a has x.y both in grid and in set",
+        ),
+        ({"set": [1]}, "set should map dotted keys to values, not [1]"),
+        ({"name": "a b"}, "name should be a word, not 'a b'"),
+        ({"root": 1}, "root should be a folder, not 1"),
+    ],
+)
+def test_a_bad_plan_gets_one_sentence(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(PlanError) as error:
+        make_plan(**changes)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_unequal_trials_need_a_word(here: Path) -> None:
+    algorithms = {"fedavg": {"grid": {LR: [1, 2, 3]}}, "scaffold": {"grid": {LR: [1, 2]}}}
+    with pytest.raises(
+        PlanError, match="same number of trials, but they have fedavg 3, scaffold 2"
+    ):
+        make_plan(algorithms=algorithms)
+    assert len(make_plan(algorithms=algorithms, unequal_trials=True).runs()) == 5
+    with pytest.raises(PlanError, match="fedavg 3, scaffold 1"):
+        make_plan(algorithms={**algorithms, "scaffold": None})
+
+
+def test_missing_configurations_are_named_before_anything_runs(here: Path) -> None:
+    with pytest.raises(PlanError, match="plan p: there is no configuration 'experiment/tyo'"):
+        make_plan(experiments=["tyo"]).runs()
+    with pytest.raises(PlanError, match="no configuration 'algorithm/fedavgg'"):
+        make_plan(algorithms=["fedavgg"]).runs()
+    with pytest.raises(PlanError, match=r"there is no configs/tuned/toy/fedavg\.yaml; tune it"):
+        make_plan(tuned=True).runs()
+
+
+def test_a_plan_is_found_as_a_file_then_by_its_name(here: Path) -> None:
+    text = "experiments: [toy]\nalgorithms: [fedavg]\nseeds: [0]\n"
+    named = here / "configs" / "plan" / "mine.yaml"
+    named.write_text(text)
+    assert load_plan("mine").name == "mine"
+    assert load_plan("plan/mine").seeds == [0]
+    (here / "mine").write_text(text.replace("[0]", "[5]"))
+    assert load_plan("mine").seeds == [5]
+    with pytest.raises(PlanError, match="there is no plan 'yours': there is no configuration"):
+        load_plan("yours")
+    named.write_text("experiments: [toy\n")
+    with pytest.raises(PlanError, match=r"the plan cannot be read: .*mine\.yaml is not valid YAML"):
+        load_plan(named)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tune_mnist5k"])
+def test_the_shipped_plans_are_valid(name: str) -> None:
+    shipped = load_plan(PROJECT / "configs" / "plan" / f"{name}.yaml")
+    assert [entry.label for entry in shipped.entries] == list(METHODS)
+    assert shipped.experiments == ["mnist5k"]
+    if name == "quickstart":
+        assert all(entry.tuned and not entry.grid for entry in shipped.entries)
+        assert shipped.seeds == [0, 1, 2]
+    else:
+        assert {len(entry.points()) for entry in shipped.entries} == {9}
+        assert not set(shipped.seeds) & {0, 1, 2}
+        assert shipped.root != "runs"
+
+
+# -- execution --------------------------------------------------------------------------------
+
+
+def test_runs_are_done_once_and_then_skipped(here: Path) -> None:
+    toy = make_plan(algorithms=["fedavg", "scaffold"], seeds=[0, 1], threads=3)
+    events: list[plan.Event] = []
+    outcomes = execute(toy, "runs", 2, events.append, poll=0.02)
+    assert [outcome.status for outcome in outcomes] == ["done"] * 4
+    assert [outcome.run.name for outcome in outcomes] == [
+        "toy/fedavg-s0",
+        "toy/scaffold-s0",
+        "toy/fedavg-s1",
+        "toy/scaffold-s1",
+    ]
+    assert len(rows_of(here / "runs/toy/fedavg-s1")) == 4
+    log = (here / "runs/toy/logs/fedavg-s0.log").read_text()
+    assert "threads 3 from 0" in log
+    assert "--seed_everything=0" in log
+    kinds = [event.kind for event in events if event.run.name == "toy/fedavg-s0"]
+    assert (kinds[0], kinds[-1]) == ("started", "done")
+    assert events[-1].rounds == 4
+    assert events[-1].value == pytest.approx(1 - 0.5**4)
+
+    before = (here / "runs/toy/fedavg-s0/metrics.csv").stat().st_mtime_ns
+    again = execute(toy, "runs", 2, poll=0.02)
+    assert [outcome.status for outcome in again] == ["skipped"] * 4
+    assert (here / "runs/toy/fedavg-s0/metrics.csv").stat().st_mtime_ns == before
+
+
+def test_a_half_done_run_is_resumed_and_more_rounds_go_on(here: Path) -> None:
+    toy = make_plan()
+    execute(toy, "runs", poll=0.02)
+    folder = here / "runs/toy/fedavg-s0"
+    whole = (folder / "metrics.csv").read_text()
+    (folder / "checkpoints/last.ckpt").write_text("2")  # killed in its fourth round
+    (folder / "metrics.csv").write_text("".join(whole.splitlines(keepends=True)[:4]))
+    (folder / "done").unlink()
+    assert inspect(toy.runs("runs")[0]) == ("resume", "")
+    assert execute(toy, "runs", poll=0.02)[0].status == "done"
+    assert (folder / "metrics.csv").read_text() == whole
+    assert "from 2" in (here / "runs/toy/logs/fedavg-s0.log").read_text()
+
+    longer = make_plan(set={"trainer.max_epochs": 6})
+    assert inspect(longer.runs("runs")[0])[0] == "resume"
+    assert execute(longer, "runs", poll=0.02)[0].status == "done"
+    assert len(rows_of(folder)) == 6
+    assert inspect(toy.runs("runs")[0])[0] == "finished"
+
+
+def test_done_needs_both_the_marker_and_the_last_row(here: Path) -> None:
+    toy = make_plan()
+    execute(toy, "runs", poll=0.02)
+    folder = here / "runs/toy/fedavg-s0"
+    lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)
+    (folder / "metrics.csv").write_text("".join(lines[:-1]) + lines[-1].rstrip())  # torn
+    assert inspect(toy.runs("runs")[0])[0] == "resume"
+    (folder / "metrics.csv").write_text("".join(lines))
+    assert inspect(toy.runs("runs")[0])[0] == "finished"
+    (folder / "done").write_text('{"rounds": ')
+    assert inspect(toy.runs("runs")[0])[0] == "resume"
+
+
+def test_only_remains_of_a_run_are_cleared(here: Path) -> None:
+    run = make_plan().runs("runs")[0]
+    run.folder.mkdir(parents=True)
+    assert inspect(run)[0] == "new"
+    (run.folder / "thesis.txt").write_text("years of work")
+    assert inspect(run) == ("blocked", "runs/toy/fedavg-s0 is no run's folder; move it away")
+    assert execute(make_plan(), "runs", poll=0.02)[0].status == "failed"
+    assert (run.folder / "thesis.txt").exists()
+    (run.folder / "thesis.txt").unlink()
+
+    (run.folder / "events.out.tfevents.1").write_text("")
+    assert inspect(run)[0] == "remains"
+    (run.folder / "checkpoints").mkdir()
+    (run.folder / "checkpoints/round3.ckpt").write_text("3")
+    state, reason = inspect(run)
+    assert state == "blocked"
+    assert "unfinished and has no checkpoints/last.ckpt" in reason
+    (run.folder / "checkpoints/round3.ckpt").unlink()
+    assert execute(make_plan(), "runs", poll=0.02)[0].status == "done"
+    assert not (run.folder / "events.out.tfevents.1").exists()
+
+
+def test_a_failed_run_has_a_reason_and_stops_no_other(here: Path) -> None:
+    algorithms = {
+        "fedavg": {"set": {"fail": 1}},
+        "scaffold": {"set": {"crash-early": 1}},
+        "fedadam": None,
+    }
+    toy = make_plan(algorithms=algorithms)
+    failed, crashed, fine = execute(toy, "runs", 1, poll=0.02)
+    assert (failed.status, crashed.status, fine.status) == ("failed", "failed", "done")
+    assert failed.reason == "error: round 0, client 3: the loss is nan"
+    assert crashed.reason == "ValueError: it broke at once"
+    # Mended, both go on: one from its checkpoint, the other from nothing.
+    mended = execute(make_plan(algorithms=list(algorithms)), "runs", 1, poll=0.02)
+    assert [outcome.status for outcome in mended] == ["done", "done", "skipped"]
+    assert "from 1" in failed.run.log.read_text()
+
+
+def test_a_killed_run_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(plan, "LAUNCHER", (sys.executable, "-c", killed))
+    assert execute(make_plan(), "runs", poll=0.02)[0].reason == "killed by SIGKILL"
+    monkeypatch.setattr(plan, "LAUNCHER", (sys.executable, "-c", "pass"))
+    assert execute(make_plan(), "runs", poll=0.02)[0].reason == "it ended after 0 of 4 rounds"
+    monkeypatch.setattr(plan, "LAUNCHER", ("/no/such/python",))
+    assert "No such file" in execute(make_plan(), "runs", poll=0.02)[0].reason
+
+
+def test_an_old_result_does_not_stand_for_new_settings(here: Path) -> None:
+    execute(make_plan(set={LR: 0.1}), "runs", poll=0.02)
+    assert inspect(make_plan(set={LR: "1e-1"}).runs("runs")[0])[0] == "finished"
+    outcome = execute(make_plan(set={LR: 0.2}), "runs", poll=0.02)[0]
+    assert outcome.status == "failed"
+    assert outcome.reason == (
+        f"runs/toy/fedavg-s0 was made with other settings ({LR} is 0.1 there and 0.2 in the plan); "
+        "move it away"
+    )
+    other = make_plan(set={"model.algorithm.class_path": "Scaffold"}).runs("runs")[0]
+    assert "class_path is fedavg there and Scaffold" in inspect(other)[1]
+    same = make_plan(set={"model.algorithm.class_path": "a.b.fedavg"}).runs("runs")[0]
+    assert inspect(same)[0] == "finished"
+
+
+def test_two_sweeps_do_not_write_into_one_folder(here: Path) -> None:
+    run = make_plan().runs("runs")[0]
+    log = plan._open_log(run)
+    assert log is not None
+    with log:
+        outcome = execute(make_plan(), "runs", poll=0.02)[0]
+    assert outcome.reason == "another process is at this run"
+    assert execute(make_plan(), "runs", poll=0.02)[0].status == "done"
+
+
+def test_at_most_jobs_run_at_a_time(here: Path) -> None:
+    toy = make_plan(seeds=list(range(5)), set={"pace": 0.02})
+    running: set[str] = set()
+    most = 0
+
+    def watch(event: plan.Event) -> None:
+        nonlocal most
+        if event.kind == "started":
+            running.add(event.run.name)
+        elif event.kind == "done":
+            running.remove(event.run.name)
+        most = max(most, len(running))
+
+    execute(toy, "runs", 2, watch, poll=0.02)
+    assert most == 2
+
+
+def test_an_error_of_the_viewer_leaves_no_child(here: Path) -> None:
+    pids: list[int] = []
+    start = plan.subprocess.Popen
+
+    def remember(*args: object, **kwargs: object) -> object:
+        process = start(*args, **kwargs)
+        pids.append(process.pid)
+        return process
+
+    def broken(event: plan.Event) -> None:
+        raise RuntimeError("no display")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan.subprocess, "Popen", remember)
+        with pytest.raises(RuntimeError, match="no display"):
+            execute(make_plan(set={"pace": 10}), "runs", 1, broken, poll=0.02)
+    (pid,) = pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+SWEEP = """
+import sys
+sys.path[:0] = [{project!r}, {tests!r}]
+import test_compare
+from fedmuon_pl.compare import plan
+plan.LAUNCHER = (sys.executable, {fake!r}, "fit")
+plan._find_config = test_compare.find_here
+sys.exit(test_compare.sweep_main(["mine", "--jobs", "2"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_the_children_and_the_same_command_goes_on(here: Path, number: int) -> None:
+    (here / "configs/plan/mine.yaml").write_text(
+        "experiments: [toy]\nalgorithms: [fedavg]\nseeds: [0, 1, 2]\n"
+        "set: {trainer.max_epochs: 12, pace: 0.1}\n"
+    )
+    script = SWEEP.format(
+        project=str(PROJECT), tests=str(PROJECT / "tests"), fake=str(here / "fake.py")
+    )
+    command = [sys.executable, "-c", script]
+    sweep = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=here
+    )
+    tables_ = [here / f"runs/toy/fedavg-s{seed}/metrics.csv" for seed in (0, 1)]
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not all(
+        path.exists() and len(path.read_text().splitlines()) > 3 for path in tables_
+    ):
+        time.sleep(0.02)
+    sweep.send_signal(number)
+    output, _ = sweep.communicate(timeout=30)
+    assert sweep.returncode == 130, output
+    assert output.count("Stopping: what runs ends with its round") == 1
+    assert "Stopped: 0 of 3 runs are finished; the same command goes on." in output
+    assert output.count("■ toy/fedavg-s") == 2
+    assert not (here / "runs/toy/fedavg-s2").exists()
+    sizes = [path.stat().st_size for path in tables_]
+    time.sleep(0.3)
+    assert [path.stat().st_size for path in tables_] == sizes  # nobody writes any more
+    again = subprocess.run(command, capture_output=True, text=True, cwd=here, timeout=60)
+    assert again.returncode == 0, again.stdout + again.stderr
+    for path in (*tables_, here / "runs/toy/fedavg-s2/metrics.csv"):
+        assert [row["round"] for row in rows_of(path.parent)] == [str(r) for r in range(12)]
+
+
+def test_a_child_that_does_not_listen_is_killed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('deaf', flush=True); time.sleep(60)"
+    )
+    monkeypatch.setattr(plan, "LAUNCHER", (sys.executable, "-c", deaf))
+    run = make_plan().runs("runs")[0]
+    sent = []
+
+    def interrupt(event: plan.Event) -> None:
+        if event.kind == "started":
+            deadline = time.monotonic() + 20
+            while "deaf\n" not in run.log.read_text() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+            sent.append(time.monotonic())
+
+    before = signal.getsignal(signal.SIGINT)
+    outcome = execute(make_plan(), "runs", 1, interrupt, grace=0.3, poll=0.02)[0]
+    assert outcome.status == "stopped"
+    assert 0.3 <= time.monotonic() - sent[0] < 10
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# -- reading runs -----------------------------------------------------------------------------
+
+
+def test_runs_are_read_from_any_folder_above(tmp_path: Path) -> None:
+    write_run(tmp_path, "fedmuon", 1, [0.1, 0.2])
+    write_run(tmp_path, "fedavg", 0, [0.1, 0.2], experiment="other")
+    write_run(tmp_path, "fedmuon@lr=0.1", 0, [0.1, 0.2])
+    found, problems = runs.read_runs([tmp_path, tmp_path / "toy", tmp_path / "toy/fedmuon-s1"])
+    assert not problems
+    assert [(run.experiment, run.method, run.seed) for run in found] == [
+        ("other", "fedavg", 0),
+        ("toy", "fedmuon", 1),
+        ("toy", "fedmuon@lr=0.1", 0),
+    ]
+    assert found[1].config["data.batch_size"] == 32
+    assert list(found[1].metrics["val/acc"]) == [0.1, 0.2]
+
+
+def test_names_come_from_the_config_then_from_the_folder(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fedmuon", 1, [0.1], config={"method": "mine"})
+    assert runs.read_runs([folder])[0][0].method == "mine"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config |= {"method": None, "experiment": None, "seed_everything": True}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (run,), _ = runs.read_runs([folder])
+    assert (run.experiment, run.method, run.seed) == ("toy", "fedmuon", 1)
+    (folder / "config.yaml").unlink()
+    assert runs.read_runs([folder])[0][0].method == "fedmuon"
+    (tmp_path / "toy/odd").mkdir()
+    (folder / "metrics.csv").rename(tmp_path / "toy/odd/metrics.csv")
+    assert "neither config.yaml nor the folder's name" in str(runs.read_runs([tmp_path])[1][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("metrics.csv", "", "metrics.csv is empty"),
+        ("metrics.csv", "round,val/acc\n", "metrics.csv has no round yet"),
+        ("metrics.csv", "epoch,val/acc\n0,1\n", "starts with column 'epoch', not 'round'"),
+        (
+            "metrics.csv",
+            "round,val/acc\n0,high\n",
+            "holds something that is no number in 'val/acc'",
+        ),
+        ("metrics.csv", "round,val/acc\n0,1\n0,1\n", "the rounds in metrics.csv are not 0, 1, 2"),
+        ("metrics.csv", "round,val/acc\n0,1\n2,1\n", "the rounds in metrics.csv are not 0, 1, 2"),
+        ("metrics.csv", "round,val/acc\n0,1\n1,1,1\n", "metrics.csv is not a readable table"),
+        ("metrics.csv", "round,val/acc\n0,1\n", "done says 2 rounds, but metrics.csv holds 1"),
+        ("config.yaml", "a: [", "config.yaml is not valid YAML"),
+        ("config.yaml", "[1]", "config.yaml should hold keys and values, not a list"),
+        ("done", None, "not finished: it has 2 of 2 rounds and no done file"),
+        ("done", "{", "not finished: it has 2 of 2 rounds and no done file"),
+    ],
+)
+def test_a_bad_run_is_named_and_left_out(
+    tmp_path: Path, name: str, text: str | None, reason: str
+) -> None:
+    write_run(tmp_path, "fedavg", 0, [0.1, 0.2])
+    folder = write_run(tmp_path, "fedmuon", 0, [0.1, 0.2])
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
+    found, (problem,) = runs.read_runs([tmp_path])
+    assert [run.method for run in found] == ["fedavg"]
+    assert problem.folder == folder
+    assert reason in problem.reason
+
+
+def test_unfinished_runs_can_be_asked_for(tmp_path: Path) -> None:
+    write_run(tmp_path, "fedavg", 0, [0.1], done=False)
+    (run,), problems = runs.read_runs([tmp_path], finished_only=False)
+    assert not problems
+    assert not run.done
+
+
+def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "fedavg", 0, [0.1])
+    write_run(tmp_path / "b", "fedavg", 0, [0.2])
+    found, (problem,) = (
+        runs.read_runs([tmp_path, tmp_path / "nowhere"])[0],
+        runs.read_runs([tmp_path])[1],
+    )
+    assert [run.metrics["val/acc"][0] for run in found] == [0.1]
+    assert "the same run (toy, fedavg, seed 0) is also in" in problem.reason
+    assert "no such folder" in runs.read_runs([tmp_path / "nowhere"])[1][0].reason
+    (tmp_path / "empty").mkdir()
+    assert "there is no run in it" in runs.read_runs([tmp_path / "empty"])[1][0].reason
+
+
+def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path, "fedavg", seed, [0.1, 0.2])
+        write_run(tmp_path, "fedmuon", seed, [0.1, 0.2], config={"model.algorithm.class_path": "Z"})
+    assert runs.differences(runs.read_runs([tmp_path])[0]) == []
+    write_run(tmp_path, "scaffold", 0, [0.1], config={
+        "data.batch_size": 64, "server.clients_per_round": 5, "model.local_steps": 20,
+    })  # fmt: skip
+    notes = runs.differences(runs.read_runs([tmp_path])[0])
+    for key in ("data.batch_size", "server.clients_per_round", "model.local_steps"):
+        assert any(f"not the same data, cohort or budget, {key}:" in note for note in notes), key
+    assert "toy: not the same seeds: [0, 1] in fedavg, fedmuon; [0] in scaffold" in notes
+    assert "toy: not the same rounds: 2 in fedavg, fedmuon; 1 in scaffold" in notes
+    assert any("64 in scaffold" in note for note in notes)
+
+
+def test_seeds_of_one_method_must_be_one_method(tmp_path: Path) -> None:
+    write_run(tmp_path, "fedavg", 0, [0.1])
+    write_run(tmp_path, "fedavg", 1, [0.1], config={"model.algorithm.init_args": {"lr": 0.5}})
+    (note,) = runs.differences(runs.read_runs([tmp_path])[0])
+    assert note == f"toy, fedavg: its seeds differ in {LR}: 0.1 in seed 0; 0.5 in seed 1"
+
+
+def test_progress_stands_a_file_that_is_being_written(tmp_path: Path) -> None:
+    assert runs.progress(tmp_path) == (0, None)
+    (tmp_path / "metrics.csv").write_text("round,val/acc,x\n0,0.5,1\n1,,1\n2,0.7")
+    assert runs.progress(tmp_path) == (2, 0.5)
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+def example(tmp_path: Path) -> list[runs.RunData]:
+    """Two methods, whose numbers are easy to work out by hand."""
+    for seed, last in enumerate((0.90, 0.92, 0.97)):
+        write_run(tmp_path, "fedavg", seed, [0.5, 0.95, last])
+        write_run(tmp_path, "fedmuon", seed, [0.91, 0.8, last + 0.01], mb=3.0)
+    return runs.read_runs([tmp_path])[0]
+
+
+def test_the_numbers_of_a_table(tmp_path: Path) -> None:
+    first, second = tables.summarise(example(tmp_path), target=0.9)
+    assert (first.method, second.method) == ("fedmuon", "fedavg")
+    values = [0.90, 0.92, 0.97]
+    assert second.seeds == (0, 1, 2)
+    assert second.test.mean == pytest.approx(sum(values) / 3 - 0.01, abs=1e-12)
+    assert second.test.sd == pytest.approx(math.sqrt(0.0013), abs=1e-12)  # n - 1 below
+    assert second.test.sd == pytest.approx(statistics.stdev(values), abs=1e-12)
+    assert second.val_final.mean == pytest.approx(0.93, abs=1e-12)
+    assert second.val_best.mean == pytest.approx((0.95 + 0.95 + 0.97) / 3, abs=1e-12)
+    assert second.to_target is not None
+    assert (second.to_target.mean, second.to_target.n) == (2.0, 3)
+    assert first.to_target is not None
+    assert first.to_target.mean == 1.0
+    assert (second.megabytes.mean, first.megabytes.mean) == (6.0, 9.0)
+    assert second.seconds.mean == 0.75
+    assert second.rounds.mean == 3
+
+
+def test_a_target_that_only_some_seeds_reach(tmp_path: Path) -> None:
+    (row,) = [r for r in tables.summarise(example(tmp_path), target=0.96) if r.method == "fedavg"]
+    assert row.to_target is not None
+    assert row.to_target.text(1, 3) == "3.0 (1/3)"
+    row = tables.summarise(example(tmp_path / "b"), target=2.0)[0]
+    assert row.to_target is not None
+    assert row.to_target.text(1, 3) == "-"
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_stat_is_the_sample_statistic(n: int) -> None:
+    values = [0.1 * i * i for i in range(n)]
+    stat = tables.Stat.of([*values, None])
+    mean = sum(values) / n
+    assert stat.n == n
+    assert stat.mean == pytest.approx(mean)
+    if n == 1:
+        assert stat.sd is None
+        assert stat.text(2, 1) == "0.00"
+    else:
+        assert stat.sd == pytest.approx(math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)))
+    assert math.isnan(tables.Stat.of([1.0, math.inf]).mean or 0.0)
+
+
+def test_rows_are_sorted_by_final_test_accuracy(tmp_path: Path) -> None:
+    finals = {"a": 0.3, "b": 0.9, "c": 0.6, "d": 0.6}
+    for method, final in finals.items():
+        write_run(tmp_path, method, 0, [0.99, final], test_shift=0.0)
+    write_run(tmp_path, "e", 0, [0.99, math.nan])
+    read = runs.read_runs([tmp_path])[0]
+    assert [row.method for row in tables.summarise(read)] == ["b", "c", "d", "a", "e"]
+    by_loss = tables.summarise(read, metric="loss")
+    assert by_loss[0].val_final.mean == pytest.approx(0.1)
+    assert by_loss[0].val_best.mean == pytest.approx(0.01)
+
+
+def test_a_final_value_is_of_the_last_round_or_none(tmp_path: Path) -> None:
+    write_run(tmp_path, "fedavg", 0, [0.5, 0.6, math.nan])
+    read = runs.read_runs([tmp_path])[0]
+    assert tables.summarise(read)[0].test.mean is None
+    assert tables.unmeasured(read)[1] == (
+        "toy/fedavg-s0: test/acc was last measured in round 2 of 3, so that its final value is "
+        "left out"
+    )
+
+
+def test_the_markdown_table_word_for_word(tmp_path: Path) -> None:
+    rows = tables.summarise(example(tmp_path), target=0.9)
+    lines = tables.to_markdown(rows, target=0.9).splitlines()
+    assert [re.sub(" +", " ", line) for line in (lines[0], *lines[2:4])] == [
+        "| method | seeds | test acc | val acc | best val acc | rounds to 0.9 | sent MB "
+        "| seconds |",
+        "| FedMuon | 3 | 0.9300 ± 0.0361 | 0.9400 ± 0.0361 | 0.9400 ± 0.0361 | 1.0 ± 0.0 | 9.0 "
+        "| 0.8 |",
+        "| FedAvg | 3 | 0.9200 ± 0.0361 | 0.9300 ± 0.0361 | 0.9567 ± 0.0115 | 2.0 ± 0.0 | 6.0 "
+        "| 0.8 |",
+    ]
+    assert re.fullmatch(r"\| -+ \|( -+: \|){7}", lines[1])
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert "over the seeds 0, 1, 2, after 3 rounds" in lines[5]
+
+
+def test_csv_has_full_precision(tmp_path: Path) -> None:
+    rows = tables.summarise(example(tmp_path))
+    (fedmuon, fedavg) = csv.DictReader(tables.to_csv(rows).splitlines())
+    assert fedmuon["method"] == "fedmuon"
+    assert float(fedavg["test_acc_sd"]) == rows[1].test.sd
+    assert fedavg["test_acc_n"] == "3"
+    assert fedavg["seeds"] == "0 1 2"
+
+
+# -- choosing ---------------------------------------------------------------------------------
+
+
+def grid_plan(**changes: object) -> plan.Plan:
+    algorithms = {
+        "fedavg": {"grid": {LR: [0.01, 0.1, 1.0]}},
+        "scaffold": {"grid": {LR: [0.01, 0.1, 1.0]}},
+    }
+    return make_plan(**{"algorithms": algorithms, "seeds": [0, 1], **changes})
+
+
+def write_grid(root: Path, toy: plan.Plan, curves: dict[str, list[float]]) -> list[plan.Run]:
+    planned = toy.runs(root)
+    for run in planned:
+        if curve := curves.get(run.folder.name, [0.2, 0.3]):
+            write_run(root, run.method, run.seed, curve, test_shift=0.5 - curve[-1])
+    return planned
+
+
+def test_the_best_point_is_of_the_mean_over_all_seeds(here: Path) -> None:
+    toy = grid_plan()
+    planned = write_grid(
+        here / "runs",
+        toy,
+        {
+            "fedavg@lr=0.01-s0": [0.9, 0.7],
+            "fedavg@lr=0.01-s1": [0.9, 0.7],
+            "fedavg@lr=0.1-s0": [0.5, 0.95],
+            "fedavg@lr=0.1-s1": [0.5, 0.55],
+            "fedavg@lr=1.0-s0": [0.99, 0.99],  # its other seed did not finish
+            "fedavg@lr=1.0-s1": [],
+        },
+    )
+    read = runs.read_runs([here / "runs"])[0]
+    fedavg, scaffold = tables.best_points(planned, read, toy.choose)
+    assert fedavg.best is not None
+    assert fedavg.best.point == {LR: 0.1}
+    assert fedavg.best.score == pytest.approx(0.75)
+    assert fedavg.edges == ()
+    assert [trial.score for trial in fedavg.trials][2] is None
+    assert scaffold.best is not None
+    assert scaffold.best.point == {LR: 0.01}  # the first of equals
+    assert scaffold.edges == (LR,)
+    best_round, _ = tables.best_points(planned, read, plan.Choose(at="best"))
+    assert best_round.best is not None
+    assert best_round.best.point == {LR: 0.01}
+    lowest, _ = tables.best_points(planned, read, plan.Choose(mode="min"))
+    assert lowest.best is not None
+    assert lowest.best.point == {LR: 0.01}
+
+    record = tables.grid_markdown([fedavg, scaffold], toy)
+    assert "| **lr 0.1**" in record
+    assert re.search(r"lr 1.0 +\| +0.9900 \(1/2\) \|", record)
+    assert "SCAFFOLD on toy: the best lr is at the edge of its grid" in record
+
+
+def test_tuned_files_are_nested_yaml_with_their_history(here: Path) -> None:
+    toy = make_plan(
+        algorithms={"fedadam": {"grid": {LR: [0.1, 1], "model.algorithm.init_args.tau": [1e-3]}}},
+        seeds=[0, 1],
+    )
+    planned = write_grid(here / "runs", toy, {"fedadam@lr=1,tau=0.001-s0": [0.8, 0.9]})
+    results = tables.best_points(planned, runs.read_runs([here / "runs"])[0], toy.choose)
+    written = tables.write_tuned(results, toy, "configs/tuned")
+    assert written == [Path("configs/tuned/toy/fedadam.yaml"), Path("configs/tuned/toy/grid.md")]
+    text = written[0].read_text()
+    assert yaml.safe_load(text) == {"model": {"algorithm": {"init_args": {"lr": 1, "tau": 0.001}}}}
+    comment = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    assert "fedmuon sweep p --write-tuned" in comment
+    assert "2 trials, seeds 0, 1:" in comment
+    assert f"{LR}: 0.1, 1\n" in comment
+    assert "Best val/acc (max, last round): 0.6000 ± 0.4243." in comment
+    assert "**lr 1, tau 0.001**" in written[1].read_text()
+    assert make_plan(algorithms=["fedadam"], tuned=True).runs()[0].settings[LR] == 1
+
+
+# -- figures ----------------------------------------------------------------------------------
+
+
+def synthetic(root: Path, rounds: int = 50, seeds: int = 3) -> None:
+    """Curves like those of the quickstart."""
+    import numpy as np
+
+    shape = {"fedmuon": (0.97, 5), "local_muon": (0.945, 7), "fedavg": (0.93, 12),
+             "scaffold": (0.87, 14), "fedadam": (0.85, 16)}  # fmt: skip
+    for i, (method, (top, tau)) in enumerate(shape.items()):
+        for seed in range(seeds):
+            rng = np.random.default_rng([i, seed])
+            r = np.arange(1, rounds + 1)
+            wobble = rng.normal(0, 0.012, rounds) * (1 + 2 * np.exp(-r / 10)) * (1 + i / 4)
+            acc = 0.1 + (top - 0.1) * (1 - np.exp(-r / tau)) + wobble + rng.normal(0, 0.004)
+            curve = np.clip(acc, 0.05, 0.995).round(4).tolist()
+            mb = 4.9 if method in ("scaffold", "fedmuon") else 2.45
+            write_run(root, method, seed, curve, test_shift=-0.008, mb=mb)
+
+
+def test_a_curve_is_mean_and_band_over_rounds_that_all_seeds_have(tmp_path: Path) -> None:
+    nan = math.nan
+    for seed, values in enumerate(([0.1, nan, 0.3], [0.3, 0.9, 0.5], [0.2, 0.1, 1.0])):
+        write_run(tmp_path, "fedavg", seed, values)
+    read = runs.read_runs([tmp_path])[0]
+    frame = figures.curve(read, "val/acc")
+    assert frame["x"].tolist() == [1, 3]
+    assert frame["mean"].tolist() == pytest.approx([0.2, 0.6])
+    assert frame["low"].tolist() == [0.1, 0.3]
+    assert frame["high"].tolist() == [0.3, 1.0]
+    sd = figures.curve(read, "val/acc", "comm/total_mb", "sd")
+    assert sd["x"].tolist() == [2.0, 6.0]
+    assert sd["high"][2] - sd["mean"][2] == pytest.approx(statistics.stdev([0.3, 0.5, 1.0]))
+    assert figures.curve(read, "no/such").empty
+
+
+def test_pictures_are_written_and_not_blank(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    synthetic(tmp_path, rounds=6, seeds=2)
+    read = runs.read_runs([tmp_path])[0]
+    png, pdf = figures.draw_curves(read, tmp_path / "out/curves")
+    assert pdf.read_bytes().startswith(b"%PDF")
+    picture = imread(png)[..., :3]
+    assert picture.shape[1] > 1000
+    for method in METHODS:
+        colour = [int(figures.method_style(method)[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert (abs(picture - colour).max(axis=-1) < 0.02).sum() > 100, method
+    figures.draw_curves(read[:1], tmp_path / "out/one", band="sd", metric="loss")
+    with pytest.raises(ValueError, match="no run has val/ppl or test/ppl"):
+        figures.draw_curves(read, tmp_path / "out/none", metric="ppl")
+
+
+def test_a_colour_belongs_to_a_name() -> None:
+    fixed = {figures.method_style(method) for method in METHODS}
+    assert len(fixed) == len(METHODS)
+    assert figures.method_style("fedmuon") == ("#D55E00", "-")
+    assert figures.method_style("mine") == figures.method_style("mine")
+    assert figures.method_style("mine")[1] != "-"
+    many = [f"method{i}" for i in range(12)]
+    styles = figures._distinct_styles(many)
+    assert len({repr(style) for style in styles.values()}) == len(many)
+    assert all(styles[name][0] == figures.method_style(name)[0] for name in many)
+
+
+# -- commands ---------------------------------------------------------------------------------
+
+
+def test_sweep_shows_and_writes_the_comparison(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "configs/plan/mine.yaml").write_text(
+        "experiments: [toy, other]\nalgorithms: [fedavg, fedmuon]\nseeds: [0, 1]\n"
+    )
+    assert sweep_main(["mine", "--jobs", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "✓ toy/fedmuon-s1" in output
+    assert "round 4/4" in output
+    assert "TensorBoard: tensorboard --logdir runs/other" in output
+    assert "Curves:      runs/toy/compare/curves.png" in output
+    for experiment in ("toy", "other"):
+        folder = here / "runs" / experiment / "compare"
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"table.md", "table.csv", "curves.png", "curves.pdf"}
+        assert "| FedMuon |" in (folder / "table.md").read_text()
+    assert sweep_main(["mine"]) == 0
+    assert capsys.readouterr().out.count("already finished") == 8
+
+
+def test_sweep_without_a_plan_does_the_named_runs(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = here / "configs/tuned/toy/fedavg.yaml"
+    tuned.parent.mkdir(parents=True)
+    tuned.write_text("{}\n")
+    args = ["--experiment", "toy", "--algorithm", "fedavg", "scaffold", "--seed", "4", "5"]
+    assert sweep_main([*args, "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("-c tuned/toy/fedavg") == 2  # where there is one
+    assert "tuned/toy/scaffold" not in output
+    assert sweep_main([*args, "--root", "out"]) == 0
+    output = capsys.readouterr().out
+    assert "✓ toy/scaffold-s5" in output
+    assert "TensorBoard: tensorboard --logdir out/toy" in output
+    assert not (here / "out/toy/compare").exists()  # the comparison is the plans'
+
+
+def test_sweep_dry_run_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "configs/plan/mine.yaml").write_text(
+        "experiments: [toy]\nalgorithms: [fedavg]\nseeds: [0]\n"
+    )
+    assert sweep_main(["mine", "--dry-run", "--root", "elsewhere"]) == 0
+    output = capsys.readouterr().out
+    assert "start   toy/fedavg-s0" in output
+    assert "--trainer.default_root_dir=elsewhere" in output
+    assert not (here / "elsewhere").exists()
+
+
+def test_sweep_over_a_grid_chooses_and_compares_only_the_chosen(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "configs/plan/tune.yaml").write_text(
+        f"experiments: [toy]\nseeds: [7]\nroot: runs/tune\n"
+        f"algorithms:\n  fedavg: {{grid: {{{LR}: [0.05, 0.1, 0.4]}}}}\n"
+        f"  scaffold: {{grid: {{{LR}: [0.05, 0.1, 0.4]}}}}\n"
+    )
+    assert sweep_main(["tune", "--write-tuned", "configs/tuned"]) == 0
+    output = capsys.readouterr().out
+    assert "**lr 0.1**" in output
+    tuned = yaml.safe_load((here / "configs/tuned/toy/scaffold.yaml").read_text())
+    assert tuned == {"model": {"algorithm": {"init_args": {"lr": 0.1}}}}
+    table = (here / "runs/tune/toy/compare/table.md").read_text()
+    assert "| FedAvg " in table
+    assert "lr=" not in table
+    assert (here / "runs/tune/toy/compare/grid.md").exists()
+
+
+def test_sweep_reports_failures_at_the_end(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "configs/plan/mine.yaml").write_text(
+        "experiments: [toy]\nseeds: [0]\nalgorithms: {fedavg: {}, fedadam: {set: {fail: 1}}}\n"
+    )
+    assert sweep_main(["mine"]) == 1
+    output = capsys.readouterr().out
+    assert (
+        "1 of 2 runs failed:\n  toy/fedadam-s0: error: round 0, client 3: the loss is nan" in output
+    )
+    assert "log: runs/toy/logs/fedadam-s0.log" in output
+    assert "FedAvg" in output
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["nothing"], "fedmuon sweep: there is no plan 'nothing'"),
+        (["mine", "--jobs", "0"], "fedmuon sweep: argument --jobs: should be a number from 1, not"),
+        (["mine", "--job"], "fedmuon sweep: argument --jobs: expected one argument"),
+        (["mine", "--seeds", "3"], "fedmuon sweep: unrecognized arguments: --seeds 3"),
+        (
+            ["mine", "--write-tuned", "x"],
+            "fedmuon sweep: plan mine has no grid, so that --write-tu",
+        ),
+        ([], "fedmuon sweep: name a plan, or --experiment and --algorithm"),
+        (["--experiment", "toy"], "fedmuon sweep: name a plan, or --experiment and --algorithm"),
+        (["mine", "--algorithm", "fedavg"], "fedmuon sweep: name a plan, or --experiment and --al"),
+        (["mine", "--seed", "1"], "fedmuon sweep: name a plan, or --experiment and --algorithm"),
+    ],
+)
+def test_a_bad_sweep_command_gets_one_sentence(
+    here: Path, capsys: pytest.CaptureFixture[str], args: list[str], sentence: str
+) -> None:
+    (here / "configs/plan/mine.yaml").write_text(
+        "experiments: [toy]\nalgorithms: [fedavg]\nseeds: [0]\n"
+    )
+    assert sweep_main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(sentence)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_compare_prints_writes_and_fills_a_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synthetic(tmp_path, rounds=5, seeds=2)
+    write_run(tmp_path, "fedprox", 0, [0.1], done=False)
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "before\n<!-- results:a -->\nold\n<!-- /results -->\nbetween\n"
+        "<!-- results:b -->\nkept\n<!-- /results -->\nafter\n"
+    )
+    args = [str(tmp_path / "toy"), "-o", str(tmp_path / "out"), "--target", "0.2"]
+    assert compare_main([*args, "--markdown", str(readme), "--section", "a"]) == 0
+    captured = capsys.readouterr()
+    assert "rounds to 0.2" in captured.out
+    assert "fedprox-s0: not finished: it has 1 of 1 rounds" in captured.err
+    assert (tmp_path / "out/curves.png").stat().st_size > 10_000
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- results:a -->\n\n| method")
+    assert "old" not in text
+    assert text.endswith("between\n<!-- results:b -->\nkept\n<!-- /results -->\nafter\n")
+    assert compare_main([*args, "--markdown", str(readme), "--section", "a"]) == 0
+    assert readme.read_text() == text
+
+
+def test_compare_says_what_is_not_fair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, "fedavg", 0, [0.1])
+    write_run(tmp_path, "fedmuon", 0, [0.2], config={"data.batch_size": 64})
+    assert compare_main([str(tmp_path), "-o", str(tmp_path / "out")]) == 0
+    note = "not the same data, cohort or budget, data.batch_size: 32 in fedavg; 64 in fedmuon"
+    assert note in capsys.readouterr().out
+    assert note in (tmp_path / "out/table.md").read_text()
+
+
+def test_several_experiments_are_several_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, "fedavg", 0, [0.1])
+    write_run(tmp_path, "fedavg", 0, [0.2], experiment="other")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results:x -->\n<!-- /results -->\n")
+    out = tmp_path / "out"
+    args = [str(tmp_path), "-o", str(out), "--markdown", str(readme), "--section", "x"]
+    assert compare_main(args) == 0
+    assert (out / "toy/table.csv").exists()
+    assert (out / "other/table.csv").exists()
+    assert readme.read_text().index("### other") < readme.read_text().index("### toy")
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["{}/nowhere"], "there is no folder"),
+        (["{}/empty"], "there is no finished run in"),
+        (["{}/r", "--target", "high"], "argument --target: should be a number, not 'high'"),
+        (["{}/r", "--markdown", "x.md"], "--markdown FILE and --section NAME go together"),
+        (["{}/r", "--markdown", "{}/a.md", "--section", "x"], "no line <!-- results:x -->"),
+        (["{}/r", "--markdown", "{}/b.md", "--section", "x"], "no <!-- /results --> after"),
+        (["{}/r", "--markdown", "{}/c.md", "--section", "x"], "c.md: No such file or directory"),
+        (["{}/r", "--metric", "f1"], "no run has val/f1 or test/f1"),
+    ],
+)
+def test_a_bad_compare_command_gets_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], sentence: str
+) -> None:
+    write_run(tmp_path / "r", "fedavg", 0, [0.1])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.md").write_text("nothing\n")
+    (tmp_path / "b.md").write_text("<!-- results:x -->\n<!-- results:y -->\n<!-- /results -->\n")
+    assert compare_main([arg.format(tmp_path) for arg in args]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("fedmuon compare: ")
+    assert sentence in error
+
+
+@pytest.mark.parametrize("main", [sweep_main, compare_main])
+def test_help_has_an_example(main: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0  # type: ignore[operator]
+    assert "examples:\n  fedmuon " in capsys.readouterr().out
+
+
+def test_the_live_view_shows_what_runs(here: Path) -> None:
+    from rich.console import Console
+
+    planned = make_plan(seeds=[0, 1]).runs("runs")
+    console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
+    with commands._View(console, planned, "val/acc") as view:
+        view(plan.Event("started", planned[0]))
+        view(plan.Event("progress", planned[0], 2, 0.5))
+        with console.capture() as capture:
+            console.print(view._render())
+        view(plan.Event("done", planned[0], 4, 0.75))
+        view(plan.Event("failed", planned[1], 0, None, "error: [no] memory"))
+    shown = capture.get()
+    assert "toy/fedavg-s0" in shown
+    assert "round 2/4" in shown
+    assert "val/acc 0.5000" in shown
+    assert "0 of 2 runs ended, about " in shown
+    text = console.export_text()
+    assert "round 4/4  val/acc 0.7500" in text
+    assert "error: [no] memory" in text
+
+
+def test_starting_needs_neither_torch_nor_pandas_nor_matplotlib() -> None:
+    code = (
+        "import sys, fedmuon_pl.compare.commands\n"
+        "heavy = {'torch', 'pytorch_lightning', 'pandas', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=False
+    )
+    assert done.returncode == 0, done.stderr
