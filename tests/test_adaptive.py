@@ -143,7 +143,7 @@ def test_groups_closure_and_missing_gradients():
 
 
 @pytest.mark.parametrize(
-    "options, text",
+    ("options", "text"),
     [
         ({"kind": "sgd"}, "kind must be one of .*got 'sgd'"),
         ({"lr": -1.0}, "lr must be at least 0, got -1.0"),

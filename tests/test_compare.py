@@ -72,7 +72,8 @@ for r in range(start, rounds):
         f.write(f"{r},{acc},{acc - 0.01},0.5\\n")
     last.write_text(str(r + 1))
     if "fail" in flags:
-        print("error: round 0, client 3: the loss is nan", file=sys.stderr)
+        print("| 0/4 clients\\r| 1/4 clientsfedmuon: \x1b[1mround 0, client 3: the loss is nan",
+              file=sys.stderr)
         print("see the log")
         sys.exit(2)
     if stopped:
@@ -408,7 +409,7 @@ def test_a_failed_run_has_a_reason_and_stops_no_other(here: Path) -> None:
     toy = make_plan(algorithms=algorithms)
     failed, crashed, fine = execute(toy, "runs", 1, poll=0.02)
     assert (failed.status, crashed.status, fine.status) == ("failed", "failed", "done")
-    assert failed.reason == "error: round 0, client 3: the loss is nan"
+    assert failed.reason == "fedmuon: round 0, client 3: the loss is nan"
     assert crashed.reason == "ValueError: it broke at once"
     # Mended, both go on: one from its checkpoint, the other from nothing.
     mended = execute(make_plan(algorithms=list(algorithms)), "runs", 1, poll=0.02)
@@ -1001,7 +1002,8 @@ def test_sweep_reports_failures_at_the_end(here: Path, capsys: pytest.CaptureFix
     assert sweep_main(["mine"]) == 1
     output = capsys.readouterr().out
     assert (
-        "1 of 2 runs failed:\n  toy/fedadam-s0: error: round 0, client 3: the loss is nan" in output
+        "1 of 2 runs failed:\n  toy/fedadam-s0: fedmuon: round 0, client 3: the loss is nan"
+        in output
     )
     assert "log: runs/toy/logs/fedadam-s0.log" in output
     assert "FedAvg" in output

@@ -102,7 +102,7 @@ def test_known_matrices():
 
 
 @pytest.mark.parametrize(
-    "shape, expected",
+    ("shape", "expected"),
     [(CONV, 1.0), (TALL_CONV, math.sqrt(32 / 18)), ((4, 3), math.sqrt(4 / 3)), ((3, 4), 1.0)],
 )
 def test_spectral_scale_is_of_the_flattened_matrix(shape, expected):
@@ -158,7 +158,7 @@ def test_classic_and_ema_give_one_direction(shape, beta, nesterov, seed):
 @pytest.mark.parametrize("shape", [(10, 84), (84, 120), (120, 84), (64, 64), (1, 7), (30, 200)])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(
-    "scale, adjust", [("spectral", "original"), ("rms", "match_rms_adamw")], ids=["orig", "rms"]
+    ("scale", "adjust"), [("spectral", "original"), ("rms", "match_rms_adamw")], ids=["orig", "rms"]
 )
 def test_parity_with_torch(shape, nesterov, scale, adjust):
     ours, theirs = (nn.Parameter(randn(*shape, dtype=torch.float32)) for _ in range(2))
@@ -181,7 +181,7 @@ def test_parity_with_torch(shape, nesterov, scale, adjust):
 # ---------------------------------------------------------------- clients and batches
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("clients", [1, 4])
 @pytest.mark.parametrize("orthogonalizer", [Orthogonalizer(), SVD], ids=["ns", "svd"])
 def test_client_axis_equals_separate_optimizers(dtype, atol, clients, orthogonalizer):
@@ -364,7 +364,7 @@ def test_copies_keep_everything():
 
 
 @pytest.mark.parametrize(
-    "options, text",
+    ("options", "text"),
     [
         ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
         ({"lr": float("nan")}, "lr must be at least 0, got nan"),

@@ -112,7 +112,7 @@ def test_polar_express_refuses(bad):
 
 
 @pytest.mark.parametrize(
-    "schedule, low, bounds",
+    ("schedule", "low", "bounds"),
     [
         ([QUINTIC] * 5, 1e-2, (0.68, 1.14)),
         ([QUINTIC] * 5, 1e-3, (0.47, 1.21)),
@@ -153,9 +153,7 @@ def test_gram_form_is_the_same_iteration(steps, batch):
     x = x / x.norm()
     schedule = [POLAR_EXPRESS[t] for t in range(steps)]
     direct = orthogonalize._iterate(x, schedule)
-    torch.testing.assert_close(
-        orthogonalize._iterate_gram(x, schedule), direct, rtol=0, atol=1e-11
-    )
+    torch.testing.assert_close(orthogonalize._iterate_gram(x, schedule), direct, rtol=0, atol=1e-11)
     assert orthogonalize._gram_pays(x)
 
 
@@ -165,7 +163,9 @@ def test_a_short_sequence_of_coefficients_repeats_its_last():
     assert torch.equal(
         newton_schulz(m, 4, [QUINTIC, other]), newton_schulz(m, 4, [QUINTIC, other, other, other])
     )
-    assert torch.equal(newton_schulz(m, 2, [other, QUINTIC, QUINTIC]), newton_schulz(m, 2, [other, QUINTIC]))
+    assert torch.equal(
+        newton_schulz(m, 2, [other, QUINTIC, QUINTIC]), newton_schulz(m, 2, [other, QUINTIC])
+    )
 
 
 @settings(deadline=None)
@@ -251,7 +251,7 @@ def test_newton_schulz_has_a_gradient():
     assert torch.autograd.gradcheck(newton_schulz, m)
 
 
-@pytest.mark.parametrize("shape, steps", [((3,), 5), ((3, 3), 0)])
+@pytest.mark.parametrize(("shape", "steps"), [((3,), 5), ((3, 3), 0)])
 def test_newton_schulz_refuses(shape, steps):
     with pytest.raises(ValueError, match="2 or more axes and steps >= 1, got shape"):
         newton_schulz(torch.zeros(shape), steps)
@@ -264,7 +264,9 @@ def test_polar_svd_closed_forms():
     diagonal = torch.diag(torch.tensor([3.0, -2.0, 0.0], dtype=torch.float64))
     torch.testing.assert_close(polar_svd(diagonal), diagonal.sign())
     u, v = randn(4), randn(6, seed=1)
-    torch.testing.assert_close(polar_svd(torch.outer(u, v)), torch.outer(u / u.norm(), v / v.norm()))
+    torch.testing.assert_close(
+        polar_svd(torch.outer(u, v)), torch.outer(u / u.norm(), v / v.norm())
+    )
     q = orthogonal(5, 3)
     torch.testing.assert_close(polar_svd(7 * q), q)
 
@@ -334,7 +336,7 @@ def test_orthogonalizer_is_frozen_and_hashable():
 
 
 @pytest.mark.parametrize(
-    "fields, name",
+    ("fields", "name"),
     [
         ({"method": "qr"}, "method"),
         ({"steps": 0}, "steps"),

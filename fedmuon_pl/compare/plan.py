@@ -562,6 +562,10 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+# Our own sentence may follow a progress bar that was not closed.
+_ERROR = re.compile(r"fedmuon( \w+)?: .*|^([\w.-]+: )*error: .*|^[\w.]*Error: .*")
+
+
 class _Stop:
     """How often the user asked to stop."""
 
@@ -649,9 +653,9 @@ class _Child:
         """The error's line: the last that looks like one, else the last."""
         with self.run.log.open("rb") as file:
             file.seek(max(self._offset, file.seek(0, os.SEEK_END) - 100_000))
-            text = file.read().decode(errors="replace")
+            text = re.sub(r"\x1b\[[0-9;]*m", "", file.read().decode(errors="replace"))
         lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-        errors = [line for line in lines if re.match(r"([\w.-]+: )*error: |[\w.]*Error: ", line)]
+        errors = [found[0] for line in lines if (found := _ERROR.search(line))]
         return (errors or lines or [""])[-1][:500]
 
 

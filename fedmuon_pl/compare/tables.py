@@ -467,7 +467,7 @@ def grid_markdown(results: Sequence[GridResult], plan: Plan) -> str:
                 continue
             for i, trial in enumerate(result.trials):
                 bold = "**" if trial is result.best else ""
-                text = trial.value.text(4, trial.seeds)
+                text = trial.value.text(4, trial.seeds) if trial.value.n else "failed"
                 first = [display_name(result.algorithm), str(len(result.trials))]
                 cells = [f"{bold}{_point_text(trial.point)}{bold}", f"{bold}{text}{bold}"]
                 table.append([*(["", ""] if i else first), *cells])

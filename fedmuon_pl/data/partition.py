@@ -182,8 +182,8 @@ class Partitioner(ABC):
             seed: The partition's own seed.
 
         Returns:
-            A partition of ``range(n)`` into ``clients`` disjoint sets, each client's samples in
-            random order, so that any part of them is a fair part.
+            Disjoint parts of ``range(n)``, all of it unless the class says otherwise; each client's
+            samples are in random order, so that any part of them is a fair part.
 
         Raises:
             ValueError: If labels are not 1-D integers or are none, ``clients`` is below 1, there
@@ -194,10 +194,11 @@ class Partitioner(ABC):
         if not labels.size:
             raise ValueError("labels is empty: there is nothing to split over the clients")
         if clients * self._least > labels.size:
-            each = "one" if self._least == 1 else f"min_samples={self._least}"
+            each = f"min_samples={self._least}" if self._least > 1 else "one"
+            lower = ", or lower min_samples" if self._least > 1 else ""
             raise ValueError(
                 f"clients={clients} cannot each get {each} of the {labels.size} samples in labels: "
-                f"use at most {labels.size // self._least} clients"
+                f"use at most {labels.size // self._least} clients{lower}"
             )
         _, codes = np.unique(labels, return_inverse=True)
         return self._split(_compact(codes), clients, seed)

@@ -18,8 +18,8 @@ polar_express, 8   1 +- 1e-15    1 +- 2e-15    2e-4     1.2
 svd                1             1             1e-3
 =================  ============  ============  =======  ========
 
-The float32 errors lie almost wholly in directions with s near 0, which every method lifts along
-with their rounding; entry by entry they stay below 5e-5.
+The iterations' float32 errors lie almost wholly in directions with s near 0, which are lifted along
+with their rounding; entry by entry they stay below 5e-5. That of svd grows as 1 / smallest s kept.
 """
 
 import contextlib
@@ -186,10 +186,7 @@ def newton_schulz(
     triples = [cast(Triple, coefficients)] if single else cast(Sequence[Triple], coefficients)
     schedule = [triples[min(t, len(triples) - 1)] for t in range(steps)]
     with autocast_off(matrix.device.type):
-        x = matrix if dtype is None else matrix.to(dtype)
-        if x.ndim > 2:  # one matrix takes the path without a batch, which has less overhead
-            batch = math.prod(x.shape[:-2])
-            x = x.reshape(x.shape[-2:]) if batch == 1 else x.reshape(batch, *x.shape[-2:])
+        x = _one_batch_axis(matrix if dtype is None else matrix.to(dtype))
         tall = x.shape[-2] > x.shape[-1]
         if tall:  # the products X X^T then have the smaller side
             x = x.mT
@@ -198,6 +195,17 @@ def newton_schulz(
         if tall:
             x = x.mT
         return x.reshape(matrix.shape).to(matrix.dtype)
+
+
+def _one_batch_axis(x: Tensor) -> Tensor:
+    """``(batch, rows, cols)``, or ``(rows, cols)`` where the batch is one matrix.
+
+    One client is then computed as without a client axis, bit for bit, and with less overhead.
+    """
+    if x.ndim == 2:
+        return x
+    batch, shape = math.prod(x.shape[:-2]), x.shape[-2:]
+    return x.reshape(shape) if batch == 1 else x.reshape(batch, *shape)
 
 
 def _iterate(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
@@ -267,12 +275,13 @@ def polar_svd(matrix: Tensor, rtol: float | None = None) -> Tensor:
     """
     with autocast_off(matrix.device.type):
         x = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
+        x = _one_batch_axis(x)
         if rtol is None:
             rtol = 1e-10 if x.dtype == torch.float64 else 1e-5
         u, s, vh = torch.linalg.svd(x, full_matrices=False)
         kept = s > rtol * s[..., :1]
         polar: Tensor = (u * kept.unsqueeze(-2)) @ vh
-        return polar.to(matrix.dtype)
+        return polar.reshape(matrix.shape).to(matrix.dtype)
 
 
 @dataclass(frozen=True)
