@@ -147,7 +147,7 @@ class FederatedModule(LightningModule):
             "clients_at_once": self._at_once,
             "threads": torch.get_num_threads(),
             "device": self.device.type,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
         }
 
     def describe(self) -> dict[str, Any]:

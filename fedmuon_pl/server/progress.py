@@ -53,6 +53,11 @@ class RoundProgressBar(TQDMProgressBar):
         """Draws the round's last state."""
         self.train_progress_bar.refresh()
 
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:  # noqa: ANN401
+        """Ends the line, so that the message has its own."""
+        if self._train_progress_bar is not None:
+            self._train_progress_bar.close()
+
     def get_metrics(self, *_: Any) -> dict[str, Any]:  # type: ignore[override]  # noqa: ANN401
         """Nothing beside what :meth:`on_train_epoch_start` shows."""
         return {}

@@ -21,6 +21,7 @@ T = TypeVar("T", bound=Callback)
 
 __all__ = ["DONE", "MetricsFile", "RoundLog", "prune_events"]
 
+EVENTS = "events.out.tfevents.*"
 DONE = "done"
 """Name of the file that marks a finished run."""
 
@@ -45,10 +46,13 @@ class RoundLog(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile):
                 logger.rewrite(self.history)
-            elif isinstance(logger, TensorBoardLogger) and Path(logger.log_dir).is_dir():
-                # Closed first: a file that is replaced while it is open would swallow what follows.
-                logger.experiment.close()
-                prune_events(Path(logger.log_dir), trainer.current_epoch)
+            elif isinstance(logger, TensorBoardLogger):
+                folder = Path(logger.log_dir)
+                # One file is the logger's own, just opened; more are those of an earlier start.
+                if len(list(folder.glob(EVENTS))) > 1:
+                    # A file that is replaced while it is open would swallow what follows.
+                    logger.experiment.close()
+                    prune_events(folder, trainer.current_epoch)
         if trainer.is_global_zero and not trainer.fast_dev_run:
             (run_folder(trainer) / DONE).unlink(missing_ok=True)
 
@@ -177,7 +181,7 @@ def prune_events(folder: Path, first: int) -> None:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    for path in sorted(folder.glob("events.out.tfevents.*")):
+    for path in sorted(folder.glob(EVENTS)):
         part = path.with_name("part." + path.name)
         with part.open("wb") as f:
             writer = RecordWriter(f)
