@@ -27,7 +27,7 @@ _EXPORTS = {
     "Muon": "optim.muon",
 }
 
-__all__ = [*_EXPORTS, "__version__"]  # noqa: PLE0604
+__all__ = [*_EXPORTS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

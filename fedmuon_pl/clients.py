@@ -117,7 +117,7 @@ class ClientStack:
 
             return loss(network, sample)
 
-        params = dict(zip(self.names, self.leaves, strict=True))
+        params: dict[str, Tensor] = dict(zip(self.names, self.leaves, strict=True))
         mapped = torch.vmap(one, randomness="different")(params, self.buffers, batch)
         assert isinstance(mapped, Tensor)
         return mapped

@@ -20,6 +20,7 @@ from .optim.orthogonalize import autocast_off
 from .schedules import Constant, Schedule
 from .seeding import derive, numpy_rng
 from .server.callback import FederatedServer, RoundPlan
+from .server.progress import RoundProgressBar
 from .server.roundlog import RoundLog, find
 from .tasks import Task
 
@@ -201,7 +202,7 @@ class FederatedModule(LightningModule):
     def _train_block(
         self, plan: RoundPlan, clients: list[int], batches: list[list[IntArray]]
     ) -> None:
-        """K local steps of a block of clients; ``batches[c][k]`` are client c's samples in step k."""
+        """K local steps of a block; ``batches[c][k]`` are client c's samples in step k."""
         stack, algorithm = self._stack, self.algorithm
         stack.resize(len(clients))
         stack.load(plan.x0, plan.buffers)
@@ -236,7 +237,7 @@ class FederatedModule(LightningModule):
 
     def _advance(self, clients: int) -> None:
         bar = self.trainer.progress_bar_callback
-        if hasattr(bar, "advance_clients"):
+        if isinstance(bar, RoundProgressBar):
             bar.advance_clients(clients)
 
     def _resolve_clients_at_once(self, device: torch.device) -> int:
@@ -257,10 +258,15 @@ class FederatedModule(LightningModule):
     def _draws_random_numbers(self) -> bool:
         """Whether a forward in training mode touches the random state."""
         probe = ClientStack(self.network, 1)
-        probe.load([p.detach() for p in trainable(self.network).values()], dict(self.network.named_buffers()))
+        probe.load(
+            [p.detach() for p in trainable(self.network).values()],
+            dict(self.network.named_buffers()),
+        )
         client = int(self.server.candidates[0])
         samples = torch.from_numpy(self.data.partition[client][:2].astype("int64"))
-        batch = tree_map(lambda t: t.unsqueeze(0), self.data.gather(samples.repeat(2).to(self.device)))
+        batch = tree_map(
+            lambda t: t.unsqueeze(0), self.data.gather(samples.repeat(2).to(self.device))
+        )
         on_gpu = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if on_gpu else []), torch.no_grad():
             before = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()

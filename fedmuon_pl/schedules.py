@@ -61,7 +61,9 @@ class StepDecay(Schedule):
 
     def __init__(self, every: int, factor: float = 0.5) -> None:
         if every < 1 or factor <= 0:
-            raise ValueError(f"StepDecay(every={every}, factor={factor}): need every >= 1, factor > 0")
+            raise ValueError(
+                f"StepDecay(every={every}, factor={factor}): need every >= 1, factor > 0"
+            )
         self.every = every
         self.factor = factor
 

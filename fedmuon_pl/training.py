@@ -38,7 +38,7 @@ class ConfigName(ActionConfigFile):
             path = str(find_config(str(values)))
         except FileNotFoundError as e:
             parser.error(str(e))
-        super().__call__(parser, cfg, path, option_string)
+        super().__call__(parser, cfg, path, option_string)  # type: ignore[no-untyped-call]
 
 
 class _SaveRunConfig(SaveConfigCallback):
@@ -49,7 +49,7 @@ class _SaveRunConfig(SaveConfigCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file."""
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         assert isinstance(pl_module, FederatedModule)
         self.config.model.clients_at_once = pl_module.engine()["clients_at_once"]
@@ -180,7 +180,8 @@ class FederatedCLI(LightningCLI):
         built = self._instantiate_trainer(trainer, callbacks)
         for callback in built.checkpoint_callbacks:
             if getattr(callback, "dirpath", "") is None:
-                callback.dirpath = str(self.folder / "checkpoints")  # type: ignore[attr-defined]
+                # Absolute: ModelCheckpoint forgets the best so far where the text differs.
+                callback.dirpath = str((self.folder / "checkpoints").resolve())  # type: ignore[attr-defined]
         return built
 
     def _loggers(self, given: Any) -> Any:  # noqa: ANN401

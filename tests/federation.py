@@ -31,7 +31,9 @@ class ClientLists(FederatedDataModule):
         self.num_classes = num_classes
 
     def load(self):
-        inputs, labels = (torch.cat(parts) for parts in zip(*self.client_data.values(), strict=True))
+        inputs, labels = (
+            torch.cat(parts) for parts in zip(*self.client_data.values(), strict=True)
+        )
         everything = (inputs, labels)
         return Splits(everything, everything, everything, labels.numpy(), self.num_classes)
 

@@ -21,8 +21,10 @@ import pytest
 import yaml
 
 from fedmuon_pl.compare import commands, figures, plan, runs, tables
+from fedmuon_pl.compare import execute as execution
 from fedmuon_pl.compare.commands import compare_main, sweep_main
-from fedmuon_pl.compare.plan import PlanError, execute, inspect, load_plan, parse_plan
+from fedmuon_pl.compare.execute import execute, inspect
+from fedmuon_pl.compare.plan import PlanError, load_plan, parse_plan
 
 PROJECT = Path(__file__).resolve().parents[1]
 METHODS = ("fedmuon", "local_muon", "fedavg", "scaffold", "fedadam")
@@ -321,7 +323,7 @@ def test_the_shipped_plans_are_valid(name: str) -> None:
 
 def test_runs_are_done_once_and_then_skipped(here: Path) -> None:
     toy = make_plan(algorithms=["fedavg", "scaffold"], seeds=[0, 1], threads=3)
-    events: list[plan.Event] = []
+    events: list[execution.Event] = []
     outcomes = execute(toy, "runs", 2, events.append, poll=0.02)
     assert [outcome.status for outcome in outcomes] == ["done"] * 4
     assert [outcome.run.name for outcome in outcomes] == [
@@ -444,7 +446,7 @@ def test_an_old_result_does_not_stand_for_new_settings(here: Path) -> None:
 
 def test_two_sweeps_do_not_write_into_one_folder(here: Path) -> None:
     run = make_plan().runs("runs")[0]
-    log = plan._open_log(run)
+    log = execution._open_log(run)
     assert log is not None
     with log:
         outcome = execute(make_plan(), "runs", poll=0.02)[0]
@@ -457,7 +459,7 @@ def test_at_most_jobs_run_at_a_time(here: Path) -> None:
     running: set[str] = set()
     most = 0
 
-    def watch(event: plan.Event) -> None:
+    def watch(event: execution.Event) -> None:
         nonlocal most
         if event.kind == "started":
             running.add(event.run.name)
@@ -471,18 +473,18 @@ def test_at_most_jobs_run_at_a_time(here: Path) -> None:
 
 def test_an_error_of_the_viewer_leaves_no_child(here: Path) -> None:
     pids: list[int] = []
-    start = plan.subprocess.Popen
+    start = execution.subprocess.Popen
 
     def remember(*args: object, **kwargs: object) -> object:
         process = start(*args, **kwargs)
         pids.append(process.pid)
         return process
 
-    def broken(event: plan.Event) -> None:
+    def broken(event: execution.Event) -> None:
         raise RuntimeError("no display")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan.subprocess, "Popen", remember)
+        patch.setattr(execution.subprocess, "Popen", remember)
         with pytest.raises(RuntimeError, match="no display"):
             execute(make_plan(set={"pace": 10}), "runs", 1, broken, poll=0.02)
     (pid,) = pids
@@ -547,7 +549,7 @@ def test_a_child_that_does_not_listen_is_killed(
     run = make_plan().runs("runs")[0]
     sent = []
 
-    def interrupt(event: plan.Event) -> None:
+    def interrupt(event: execution.Event) -> None:
         if event.kind == "started":
             deadline = time.monotonic() + 20
             while "deaf\n" not in run.log.read_text() and time.monotonic() < deadline:
@@ -1125,12 +1127,12 @@ def test_the_live_view_shows_what_runs(here: Path) -> None:
     planned = make_plan(seeds=[0, 1]).runs("runs")
     console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
     with commands._View(console, planned, "val/acc") as view:
-        view(plan.Event("started", planned[0]))
-        view(plan.Event("progress", planned[0], 2, 0.5))
+        view(execution.Event("started", planned[0]))
+        view(execution.Event("progress", planned[0], 2, 0.5))
         with console.capture() as capture:
             console.print(view._render())
-        view(plan.Event("done", planned[0], 4, 0.75))
-        view(plan.Event("failed", planned[1], 0, None, "error: [no] memory"))
+        view(execution.Event("done", planned[0], 4, 0.75))
+        view(execution.Event("failed", planned[1], 0, None, "error: [no] memory"))
     shown = capture.get()
     assert "toy/fedavg-s0" in shown
     assert "round 2/4" in shown

@@ -440,7 +440,7 @@ def test_table_shows_counts_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> No
     lines = [line.split() for line in text.replace("│", " ").splitlines()]
     assert ["0", "2", "1.0", "2", "·", "·"] in lines
     assert ["2", "4", "2.0", "·", "2", "2"] in lines
-    assert ["...", "(2", "more)"] in lines
+    assert ["+", "2", "..."] in lines
     assert ["min", "0", "1.0"] in lines
     assert ["median", "2", "1.5"] in lines
     assert ["max", "4", "2.0"] in lines
@@ -453,7 +453,7 @@ def test_table_of_many_classes_lists_the_largest() -> None:
     labels = np.repeat(np.arange(30), np.arange(1, 31))
     text = render(IID()(labels, 1, 0), labels, 30, rows=5)
     assert "29:30  28:29  27:28  26:27  25:26  24:25  and 24 more" in text
-    assert "more)" not in text
+    assert "+ " not in text
     assert "0 clients" in render(Partition.from_lists([]), labels, 30, rows=5)
 
 

@@ -688,6 +688,21 @@ def test_fedmuon_closed_form_on_a_constant_slope(shape):
         assert values(trace)[r] == pytest.approx(x, abs=1e-12)
 
 
+def test_fedmuon_delta_g_is_weighted_as_the_models():
+    """Slopes of opposite sign: client i's direction is (1-alpha) sign_i + alpha Delta_g."""
+    alpha, K, w, sign = 0.3, {0: 2, 1: 5}, {0: 0.75, 1: 0.25}, {0: 1.0, 1: -1.0}
+    args = {"lr": 0.1, "rest_lr": 0.0, "alpha": alpha, "weights": {0: 3, 1: 1}}
+    rounds = repeat({0: 2.0, 1: -0.5}, 4, K)
+    trace = ref.fedmuon(scalar(0, (1, 1)), linear, rounds, average_momentum=False, **args)
+    x, delta = 0.0, 0.0
+    for r in range(4):
+        step = {i: (1 - alpha) * sign[i] + alpha * delta for i in K}
+        x -= 0.1 * sum(w[i] * K[i] * step[i] for i in K)
+        delta = sum(w[i] * step[i] for i in K)
+        assert values(trace)[r] == pytest.approx(x, abs=1e-12)
+        assert float(trace.state[r]["delta_g"]["w"]) == pytest.approx(delta, abs=1e-12)
+
+
 def test_fedmuon_groups_have_their_own_rate_and_the_rest_may_stay_unaligned():
     x0 = {"m": torch.zeros(1, 1, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
     rounds, args = repeat({0: 1.0}, 3, 4), {"lr": 0.1, "rest_lr": 0.01, "alpha": 0.5, "eps": 0.0}
@@ -910,8 +925,13 @@ def test_fednova_normalises_by_the_weight_of_the_gradients():
     slope, K, n, rho = {0: 2.0, 1: -1.0}, {0: 1, 1: 4}, {0: 3, 1: 1}, 0.5
     a = {0: 1.0, 1: 1 + 1.5 + 1.75 + 1.875}  # (1 - rho^j) / (1 - rho), summed
     mean = 0.75 * 2.0 - 0.25 * 1.0
-    for tau, steps in [("normaliser", 0.75 * a[0] + 0.25 * a[1]), ("steps", 0.75 * 1 + 0.25 * 4)]:
-        args = {"lr": 0.1, "momentum": rho, "tau_eff": tau, "weights": n}
+    ahead = {0: 1.5, 1: 4 + rho * a[1]}  # Nesterov: 1 + rho (1 - rho^j) / (1 - rho), summed
+    for tau, nesterov, steps in [
+        ("normaliser", False, 0.75 * a[0] + 0.25 * a[1]),
+        ("normaliser", True, 0.75 * ahead[0] + 0.25 * ahead[1]),
+        ("steps", False, 0.75 * 1 + 0.25 * 4),
+    ]:
+        args = {"lr": 0.1, "momentum": rho, "nesterov": nesterov, "tau_eff": tau, "weights": n}
         trace = ref.fednova(scalar(0), linear, repeat(slope, 3, K), **args)
         assert values(trace) == pytest.approx(
             [-0.1 * steps * mean * (r + 1) for r in range(3)], abs=1e-12
@@ -930,12 +950,13 @@ def test_mime_on_quadratics_of_equal_curvature_is_the_centralised_method():
     """The correction makes every client's gradient that of the mean loss, so drift is gone: K
     central steps."""
     b, eta, beta, K, x, m = {0: 1.0, 1: 5.0, 2: -3.0}, 0.1, 0.8, 4, 10.0, 0.0
-    trace = ref.mime(scalar(x), q1, repeat(b, 4, K), data=b, lr=eta, beta=beta)
+    weights = {0: 1, 1: 2, 2: 1}  # the mean of b, so weighted, is 2
+    trace = ref.mime(scalar(x), q1, repeat(b, 4, K), data=b, lr=eta, beta=beta, weights=weights)
     for r, value in enumerate(values(trace)):
         y = x
         for _ in range(K):
-            y -= eta * ((1 - beta) * (y - 1.0) + beta * m)
-        m = (1 - beta) * (x - 1.0) + beta * m
+            y -= eta * ((1 - beta) * (y - 2.0) + beta * m)
+        m = (1 - beta) * (x - 2.0) + beta * m
         x = y
         assert value == pytest.approx(x, abs=1e-12)
         assert float(trace.state[r]["momentum"]["w"]) == pytest.approx(m, abs=1e-12)
@@ -1188,14 +1209,14 @@ def test_server_muon_orthogonalises_the_mean(tiny):
     trace = ref.server_muon(
         x0, gradient, rounds, lr=0.1, server_lr=0.05, beta=0.9, scale="rms", rest_beta=0.0
     )
-    avg = ref.fedavg(x0, gradient, rounds[:1], lr=0.1)
-    same({"b": trace.x[0]["fc.bias"]}, {"b": avg.x[0]["fc.bias"]})
     before = x0
-    for x, state in zip(trace.x, trace.state, strict=True):
+    for cohort, x, state in zip(rounds, trace.x, trace.state, strict=True):
         for name in ("conv.weight", "fc.weight"):
             matrix = state["momentum"][name].flatten(1)
             step = 0.05 * 0.2 * math.sqrt(max(matrix.shape)) * ref.polar_svd(matrix)
             torch.testing.assert_close(x[name].flatten(1), before[name].flatten(1) - step, **EXACT)
+        mean_move = ref.fedavg(before, gradient, [cohort], lr=0.1).x[0]["fc.bias"]
+        torch.testing.assert_close(x["fc.bias"], mean_move, **EXACT)  # rest_beta 0: no momentum
         before = x
 
 

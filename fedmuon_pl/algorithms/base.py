@@ -83,7 +83,7 @@ class LocalRule(ABC):
     elementwise = True
     """Whether the rule is exact per client for C > 1 clients side by side."""
 
-    def setup(self, setting: Setting) -> None:
+    def setup(self, setting: Setting) -> None:  # noqa: B027
         """Called once, before the first round."""
 
     @abstractmethod
@@ -123,7 +123,7 @@ class LocalRun:
         clients: The ids of the block's clients, C of them.
         x0: x^r, the broadcast weights, without client axis.
         x: The clients' weights ``(C, *shape)``, changed in place by every step.
-        lr: The learning rate eta of each parameter in this round, before any scaling by (1 - alpha).
+        lr: The learning rate eta of each parameter in this round, not yet scaled by (1 - alpha).
         members: The local optimisers.
         steps: Local steps done so far, K_i at the end; equal for the clients of a block.
         memory: For a mechanism to keep things from :meth:`Mechanism.begin` to
@@ -148,13 +148,14 @@ class LocalRun:
     def displacement(self) -> Tensors:
         """x_i^{K_i} - x^r of every client, ``(C, *shape)``; only after the last step."""
         if self._displacement is None:
-            self._displacement = torch._foreach_sub(self.x, self.x0)
+            self._displacement = list(torch._foreach_sub(self.x, self.x0))
         return self._displacement
 
     def displacement_per_rate(self) -> Tensors:
         """(x_i^{K_i} - x^r) / sum_k eta_{i,k}, and 0 where that sum is 0; ``(C, *shape)``."""
         total = [self.steps * lr for lr in self.lr]
-        return torch._foreach_mul(self.displacement(), [1 / s if s > 0 else 0.0 for s in total])
+        inverse = [1 / s if s > 0 else 0.0 for s in total]
+        return list(torch._foreach_mul(self.displacement(), inverse))
 
     def set_state(self, key: str, indices: Sequence[int], values: Sequence[Tensor]) -> None:
         """Places optimiser state, the same for every client, before the first step.
@@ -263,6 +264,8 @@ class Algorithm:
         names = [m.name for m in self.mechanisms]
         if len(set(names)) != len(names):
             raise ValueError(f"two mechanisms of one method have the same name: {names}")
+
+    _arguments: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
         """Remembers the arguments, for :meth:`describe`."""
@@ -412,7 +415,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401
         return [plain(v) for v in value]
     if isinstance(value, partial):
         # The CLI's factories carry the class among the arguments.
-        kinds = [a for a in value.args if isinstance(a, type)] or [value.func]
+        kinds: list[Any] = [a for a in value.args if isinstance(a, type)] or [value.func]
         return {"call": plain(kinds[0]), **{k: plain(v) for k, v in value.keywords.items()}}
     if isinstance(value, Algorithm):
         return value.describe()

@@ -20,7 +20,19 @@ OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 """A ``torch.optim`` class, or a partial of one; its own ``lr`` must be left alone."""
 
 ELEMENTWISE = frozenset(
-    "SGD Adam AdamW RMSprop Adagrad NAdam RAdam ASGD Adamax Rprop Adadelta".split()
+    [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "NAdam",
+        "RAdam",
+        "ASGD",
+        "Adamax",
+        "Rprop",
+        "Adadelta",
+    ]
 )
 """Optimisers of ``torch.optim`` that treat each element on its own: exact for stacked clients."""
 
@@ -49,7 +61,7 @@ class TorchRule(LocalRule):
             )
         if kind.__name__ == "LBFGS":
             raise ValueError("optimizer=LBFGS needs a closure, which local steps do not have")
-        self.kind = kind
+        self.kind: Callable[..., Optimizer] = kind
         self.keywords = {k: v for k, v in keywords.items() if k != "lr"}
         # The same arithmetic on every device; the fused kernels of Adam save most of its overhead.
         if "foreach" in signature and not self.keywords.get("fused"):
@@ -58,7 +70,9 @@ class TorchRule(LocalRule):
                 self.keywords["fused"] = True
             elif self.keywords.get("foreach") is None:
                 self.keywords["foreach"] = True
-        self.elementwise = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+        self.elementwise = (
+            kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+        )
 
     def rates(self, setting: Setting) -> list[float]:
         """The same for every parameter."""
@@ -169,5 +183,7 @@ def _unwrap(factory: OptimizerFactory) -> tuple[type[Optimizer], dict[str, Any]]
         classes = [a for a in inner.args if isinstance(a, type) and issubclass(a, Optimizer)]
         inner = classes[0] if classes else inner.func
     if not (isinstance(inner, type) and issubclass(inner, Optimizer)):
-        raise ValueError(f"optimizer must be a torch.optim class or a partial of one, got {factory}")
+        raise ValueError(
+            f"optimizer must be a torch.optim class or a partial of one, got {factory}"
+        )
     return inner, keywords

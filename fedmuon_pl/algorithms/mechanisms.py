@@ -53,7 +53,7 @@ class Alignment(Mechanism):
         run.memory[self.name] = [run.x[i] for i in self.indices], pull
 
     def after_step(self, run: LocalRun) -> None:
-        """x <- x - eta alpha Delta_g."""
+        """X <- x - eta alpha Delta_g."""
         x, pull = run.memory[self.name]
         torch._foreach_add_(x, pull)
 

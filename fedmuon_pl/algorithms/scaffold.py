@@ -25,7 +25,7 @@ class ControlVariates(Mechanism):
     client_state = ("c_i",)
 
     def setup(self, setting: Setting) -> None:
-        """c = 0."""
+        """C = 0."""
         self.population = setting.population
         self.server_state = {"c": setting.zeros()}
 
@@ -37,7 +37,7 @@ class ControlVariates(Mechanism):
         run.memory[self.name] = correction
 
     def correct(self, run: LocalRun, gradients: Tensors) -> None:
-        """g <- g - c_i + c."""
+        """G <- g - c_i + c."""
         torch._foreach_add_(gradients, run.memory[self.name])
 
     def end(self, run: LocalRun) -> Upload:
@@ -47,13 +47,13 @@ class ControlVariates(Mechanism):
                 f"round {run.round}: SCAFFOLD divides by the local learning rate, which is "
                 f"{min(run.lr)} in this round; use a schedule that stays positive"
             )
-        change = torch._foreach_neg(run.displacement_per_rate())
+        change = list(torch._foreach_neg(run.displacement_per_rate()))
         torch._foreach_sub_(change, self.server_state["c"])
         run.client_state["c_i"] = list(torch._foreach_add(run.client_state["c_i"], change))
         return Upload(change, by_weight=False)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """c <- c + (S/N) mean change."""
+        """C <- c + (S/N) mean change."""
         for c, m in zip(self.server_state["c"], mean, strict=True):
             c.add_(m * (cohort_size / self.population))
 

@@ -1,0 +1,1 @@
+"""Plans, their runs, and what came of them: tables and figures."""

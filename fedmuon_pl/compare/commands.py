@@ -21,8 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigError
+from .execute import Event, Outcome, execute, inspect
 from .figures import draw_curves
-from .plan import Event, Outcome, Plan, Run, execute, inspect, load_plan, parse_plan
+from .plan import Plan, Run, load_plan, parse_plan
 from .runs import RunData, differences, read_runs
 from .tables import (
     best_points,

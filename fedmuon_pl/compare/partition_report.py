@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedmuon_pl.data.partition import Partition
@@ -73,10 +74,15 @@ def partition_table(
         overall += counts.sum(axis=0)
 
     wide = num_classes <= _MOST_CLASS_COLUMNS
-    table = Table(title="Samples per client and class", title_justify="left")
+    table = Table(
+        title="Samples per client and class",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("client", justify="right", no_wrap=True)
     table.add_column("samples", justify="right", no_wrap=True)
-    table.add_column("eff. classes", justify="right")
+    table.add_column("eff.\nclasses", justify="right", no_wrap=True)
     if wide:
         for k in range(num_classes):
             table.add_column(str(k), justify="right", no_wrap=True)
@@ -99,7 +105,7 @@ def partition_table(
     for i, counts in enumerate(partition.label_counts(labels, num_classes, 0, shown)):
         row(str(i), f"{sizes[i]:,}", effective[i], counts)
     if shown < clients:
-        row("...", f"({clients - shown:,} more)", np.nan, None)
+        row(f"+ {clients - shown:,}", "...", np.nan, None)
     table.add_section()
     filled = effective[~np.isnan(effective)]
     for name, of in (("min", np.min), ("median", np.median), ("max", np.max)):

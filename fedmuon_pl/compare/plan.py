@@ -1,57 +1,25 @@
-"""Run plans: experiments x algorithms x grids x seeds, as single runs, and their execution.
+"""Run plans: experiments x algorithms x grids x seeds, as single runs.
 
 A plan is a YAML file (``configs/plan/``). :func:`load_plan` checks it, :meth:`Plan.runs` resolves
-it to one command a run, and :func:`execute` does what is not done yet, each run as its own process.
-A run's folder is the only memory: a finished run is skipped and a half-done one resumed, whoever
-started it and however it ended.
+it to one command a run; :func:`fedmuon_pl.compare.execute.execute` does them.
 """
 
 import difflib
 import itertools
 import json
-import os
 import re
-import shlex
-import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from ..errors import ConfigError
-from .runs import done_rounds, flatten, progress, read_yaml
+from .runs import flatten, read_yaml
 
-__all__ = [
-    "Choose",
-    "Entry",
-    "Event",
-    "Outcome",
-    "Plan",
-    "PlanError",
-    "Run",
-    "execute",
-    "inspect",
-    "load_plan",
-    "parse_plan",
-]
+__all__ = ["Choose", "Entry", "Plan", "PlanError", "Run", "flag_text", "load_plan", "parse_plan"]
 
 LAUNCHER: tuple[str, ...] = (sys.executable, "-m", "fedmuon_pl", "fit")
-
-_THREADS = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-)
 
 
 class PlanError(ConfigError):
@@ -210,7 +178,7 @@ class Plan:
             command=(
                 *LAUNCHER,
                 *(word for name in configs for word in ("-c", name)),
-                *(f"--{key}={_flag(value)}" for key, value in {**flags, **named}.items()),
+                *(f"--{key}={flag_text(value)}" for key, value in {**flags, **named}.items()),
             ),
             settings=settings,
             rounds=rounds if isinstance(rounds, int) and rounds > 0 else None,
@@ -243,7 +211,7 @@ def _find_config(name: str) -> Path:
     return find_config(name)
 
 
-def _flag(value: object) -> str:
+def flag_text(value: object) -> str:
     """A value as it stands on the command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -258,7 +226,7 @@ def _point_name(point: Mapping[str, Any]) -> str:
             other != key and other.split(".")[-size:] == parts[-size:] for other in point
         ):
             size += 1
-        text = re.sub(r"[^A-Za-z0-9._+-]+", "-", _flag(value))
+        text = re.sub(r"[^A-Za-z0-9._+-]+", "-", flag_text(value))
         words.append(f"{'.'.join(parts[-size:])}={text}")
     return ",".join(words)
 
@@ -425,7 +393,7 @@ def _entries(content: object, tuned: bool | Literal["auto"], where: str) -> list
             values = grid[key]
             if not isinstance(values, list) or not values:
                 raise PlanError(f"{here}: grid {key} should be a list of values, not {values!r}")
-            if len({_flag(value) for value in values}) < len(values):
+            if len({flag_text(value) for value in values}) < len(values):
                 raise PlanError(f"{here}: grid {key} has a value more than once: {values!r}")
         entries.append(
             Entry(
@@ -460,315 +428,3 @@ def _choose(content: object, where: str) -> Choose:
                 f"{where}: choose.{key} should be {' or '.join(allowed)}, not {value!r}"
             )
     return choose
-
-
-# ---------------------------------------------------------------------------------------------
-# What a run's folder says
-
-State = Literal["new", "resume", "remains", "finished", "blocked"]
-
-
-def inspect(run: Run) -> tuple[State, str]:
-    """What is to be done for a run, and for ``blocked`` why nothing can be.
-
-    ``remains`` are of a run that died before its first checkpoint: they are cleared by the start.
-    """
-    folder = run.folder
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return "new", ""
-    traces = (folder / "config.yaml", folder / "metrics.csv", *folder.glob("events.out.tfevents*"))
-    if not folder.is_dir() or folder.is_symlink() or not any(path.is_file() for path in traces):
-        return "blocked", f"{folder} is no run's folder; move it away"
-    last = (folder / "checkpoints" / "last.ckpt").is_file()
-    marked = (folder / "done").exists()
-    if not last and not marked and not any(folder.rglob("*.ckpt")):
-        return "remains", ""
-    conflict = _conflict(run)
-    if conflict:
-        return "blocked", f"{folder} was made with other settings ({conflict}); move it away"
-    if _finished(run):
-        return "finished", ""
-    if last:
-        return "resume", ""
-    return "blocked", f"{folder} is unfinished and has no checkpoints/last.ckpt; move it away"
-
-
-def _finished(run: Run) -> bool:
-    """Round R is logged and the marker written; an exit code says nothing."""
-    rounds = done_rounds(run.folder)
-    return rounds is not None and min(rounds, progress(run.folder)[0]) >= (run.rounds or rounds)
-
-
-def _conflict(run: Run) -> str | None:
-    """The first planned value that the folder's ``config.yaml`` contradicts.
-
-    A finished run is only as good as its settings: after a new tuning, its old result must not
-    stand for the new learning rate. Only what decides the result is compared, and only plain
-    values: paths, and ``auto``, are resolved before they are saved.
-    """
-    try:
-        saved = flatten(read_yaml(run.folder / "config.yaml"))
-    except (OSError, ValueError):
-        return None  # reported by whoever reads the run
-    for key, planned in run.settings.items():
-        if key.split(".")[0] not in ("model", "data", "server") or key not in saved:
-            continue
-        there, here = (
-            str(value).split(".")[-1] if key.endswith("class_path") else _flag(value)
-            for value in (saved[key], planned)
-        )
-        if isinstance(planned, list) or planned in (None, "auto") or "/" in there + here:
-            continue
-        if there != here and not _equal_numbers(there, here):
-            return f"{key} is {there} there and {here} in the plan"
-    return None
-
-
-def _equal_numbers(one: str, other: str) -> bool:
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return False
-
-
-# ---------------------------------------------------------------------------------------------
-# Execution
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened to a run: its rounds so far and the last ``choose.metric``."""
-
-    kind: Literal["started", "progress", "stopping", "done", "skipped", "failed", "stopped"]
-    run: Run
-    rounds: int = 0
-    value: float | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended; ``reason`` is a sentence for ``failed``. ``waiting`` ones never started."""
-
-    run: Run
-    status: Literal["done", "skipped", "failed", "stopped", "waiting"]
-    reason: str = ""
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-# Our own sentence may follow a progress bar that was not closed.
-_ERROR = re.compile(r"fedmuon( \w+)?: .*|^([\w.-]+: )*error: .*|^[\w.]*Error: .*")
-
-
-class _Stop:
-    """How often the user asked to stop."""
-
-    count = 0
-
-
-@contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    """Counts Ctrl-C, SIGTERM and SIGHUP instead of dying of them, so that children can be ended."""
-    stop = _Stop()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop.count += 1
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), handle) for name in names}
-    try:
-        yield stop
-    finally:
-        for name, old in before.items():
-            signal.signal(getattr(signal, name), old if old is not None else signal.SIG_DFL)
-
-
-class _Child:
-    """A run in progress: a process with a session of its own, its output going to the run's log."""
-
-    def __init__(self, run: Run, resume: bool, log: IO[bytes], threads: int) -> None:
-        self.run = run
-        command = [*run.command, *(["--ckpt_path=last"] if resume else [])]
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        log.write(f"\n# {stamp}\n$ {shlex.join(command)}\n".encode())
-        log.flush()
-        self._offset = log.tell()
-        self._seen: tuple[int, int] | None = None
-        self.state: tuple[int, float | None] = (0, None)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                **dict.fromkeys(_THREADS, str(threads)),
-                "PYTHONUNBUFFERED": "1",  # or the log would end with old lines, not with the error
-            },
-            start_new_session=True,  # the terminal's Ctrl-C goes to us only, and we end it well
-        )
-
-    def advanced(self, tag: str) -> bool:
-        """Whether ``metrics.csv`` says something new."""
-        try:
-            stat = (self.run.folder / "metrics.csv").stat()
-        except OSError:
-            return False
-        seen = (stat.st_mtime_ns, stat.st_size)
-        if seen == self._seen:
-            return False
-        self._seen = seen
-        before, self.state = self.state, progress(self.run.folder, tag)
-        return self.state != before
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process and to its own children."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def outcome(self, stopping: bool) -> Outcome:
-        """How the ended process left its run."""
-        code = self.process.returncode
-        if _finished(self.run):
-            return Outcome(self.run, "done")
-        if stopping:
-            return Outcome(self.run, "stopped")
-        if code < 0:
-            return Outcome(self.run, "failed", f"killed by {signal.Signals(-code).name}")
-        if code == 0:
-            rounds, planned = progress(self.run.folder)[0], self.run.rounds or "?"
-            return Outcome(self.run, "failed", f"it ended after {rounds} of {planned} rounds")
-        return Outcome(self.run, "failed", self._last_words() or f"exit code {code}")
-
-    def _last_words(self) -> str:
-        """The error's line: the last that looks like one, else the last."""
-        with self.run.log.open("rb") as file:
-            file.seek(max(self._offset, file.seek(0, os.SEEK_END) - 100_000))
-            text = re.sub(r"\x1b\[[0-9;]*m", "", file.read().decode(errors="replace"))
-        lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-        errors = [found[0] for line in lines if (found := _ERROR.search(line))]
-        return (errors or lines or [""])[-1][:500]
-
-
-def _open_log(run: Run) -> IO[bytes] | None:
-    """The run's log, locked; None where another process is at this run.
-
-    The lock belongs to the open file, which the child inherits: it lasts as long as the run does,
-    even if the sweep is killed, and keeps a second sweep from writing into the same folder.
-    """
-    run.log.parent.mkdir(parents=True, exist_ok=True)
-    log = run.log.open("ab")
-    try:
-        import fcntl
-
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # no such locks on Windows
-        pass
-    except OSError:
-        log.close()
-        return None
-    return log
-
-
-def _start(run: Run, threads: int) -> _Child | Outcome:
-    """Starts a run, or says why there is nothing to start."""
-    try:
-        log = _open_log(run)
-        if log is None:
-            return Outcome(run, "failed", "another process is at this run")
-        with log:  # the child has its own copy
-            state, reason = inspect(run)
-            if state == "finished":
-                return Outcome(run, "skipped")
-            if state == "blocked":
-                return Outcome(run, "failed", reason)
-            if state == "remains":
-                shutil.rmtree(run.folder)
-            return _Child(run, state == "resume", log, threads)
-    except OSError as error:
-        return Outcome(run, "failed", str(error))
-
-
-def execute(
-    plan: Plan,
-    root: str | Path | None = None,
-    jobs: int | None = None,
-    on_event: Callable[[Event], None] = lambda event: None,
-    *,
-    grace: float = 30.0,
-    poll: float = 0.2,
-) -> list[Outcome]:
-    """Does every run of a plan that is not finished, several at a time.
-
-    A failed run does not stop the others. Ctrl-C (and SIGTERM, SIGHUP) starts nothing more and
-    ends what runs, which another call takes up again; a second Ctrl-C does not wait.
-
-    Args:
-        plan: The plan.
-        root: The folder for all runs; the plan's own by default.
-        jobs: How many at a time; by default the plan's, for ``auto`` the cores over the threads.
-        on_event: Called with each :class:`Event`, in this process.
-        grace: Seconds that a run has to end by itself (at its round's end) when stopped.
-        poll: Seconds between two looks at the runs.
-
-    Returns:
-        One outcome a run, in the plan's order; some are ``stopped`` or ``waiting`` after Ctrl-C.
-
-    Raises:
-        PlanError: If the plan cannot be resolved; nothing was started then.
-    """
-    runs = plan.runs(root)
-    width = jobs or plan.jobs or max(1, cores() // plan.threads)
-    tag = plan.choose.metric
-    waiting = deque(runs)
-    active: list[_Child] = []
-    outcomes: dict[str, Outcome] = {}
-    deadline: float | None = None
-
-    def end(outcome: Outcome) -> None:
-        outcomes[outcome.run.name] = outcome
-        if outcome.status != "waiting":
-            state = progress(outcome.run.folder, tag)
-            on_event(Event(outcome.status, outcome.run, *state, outcome.reason))
-
-    with _stop_signals() as stop:
-        try:
-            while active or (waiting and not stop.count):
-                while waiting and not stop.count and len(active) < width:
-                    started = _start(waiting.popleft(), plan.threads)
-                    if isinstance(started, Outcome):
-                        end(started)
-                    else:
-                        active.append(started)
-                        on_event(Event("started", started.run, *progress(started.run.folder, tag)))
-                if active:
-                    time.sleep(poll)
-                for child in list(active):
-                    ended = child.process.poll() is not None
-                    if child.advanced(tag) and not ended:
-                        on_event(Event("progress", child.run, *child.state))
-                    if ended:
-                        active.remove(child)
-                        end(child.outcome(stopping=stop.count > 0))
-                if stop.count and deadline is None:
-                    deadline = time.monotonic() + grace
-                    for child in active:
-                        child.signal(signal.SIGTERM)
-                        on_event(Event("stopping", child.run, *child.state))
-                if stop.count > 1 or (deadline is not None and time.monotonic() > deadline):
-                    for child in active:
-                        child.signal(signal.SIGKILL)
-        finally:
-            for child in active:  # only if something above raised
-                child.signal(signal.SIGKILL)
-                child.process.wait()
-    return [outcomes.get(run.name, Outcome(run, "waiting")) for run in runs]

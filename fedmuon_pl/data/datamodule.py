@@ -144,7 +144,7 @@ class FederatedDataModule(LightningDataModule):
             setattr(self.splits, name, tree_map(move, getattr(self.splits, name)))
 
     def gather(self, indices: Tensor) -> Any:  # noqa: ANN401
-        """The training samples at ``indices`` of any shape: a pytree of ``(*indices.shape, ...)``."""
+        """The training samples at ``indices`` of any shape: tensors ``(*indices.shape, ...)``."""
         return tree_map(lambda t: t[indices], self.splits.train)
 
     def client_batches(
@@ -171,7 +171,9 @@ class FederatedDataModule(LightningDataModule):
         """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""
         counts = np.stack(
             [
-                np.bincount(self.splits.labels[self.partition[c]], minlength=self.splits.num_classes)
+                np.bincount(
+                    self.splits.labels[self.partition[c]], minlength=self.splits.num_classes
+                )
                 for c in clients
             ]
         )

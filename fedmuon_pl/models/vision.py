@@ -1,6 +1,7 @@
 """Small image networks."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,6 +52,6 @@ class MLP(nn.Sequential):
     ) -> None:
         widths = [in_features, *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
-        for a, b in zip(widths, widths[1:], strict=False):
+        for a, b in pairwise(widths):
             layers += [nn.Linear(a, b), nn.ReLU()]
         super().__init__(*layers, nn.Linear(widths[-1], num_classes))

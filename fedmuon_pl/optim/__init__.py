@@ -1,0 +1,1 @@
+"""Optimisers over plain or client-stacked parameters, and orthogonalisation."""

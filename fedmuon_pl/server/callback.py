@@ -98,7 +98,9 @@ class FederatedServer(Callback):
         check_trainer(trainer)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, FederatedDataModule):
-            raise ConfigError(f"a federated run needs a FederatedDataModule, got {type(data).__name__}")
+            raise ConfigError(
+                f"a federated run needs a FederatedDataModule, got {type(data).__name__}"
+            )
         self.data = data
         self.candidates = data.partition.clients_with_data
         try:
@@ -124,7 +126,7 @@ class FederatedServer(Callback):
         self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
         algorithm = pl_module.algorithm
         algorithm.setup(Setting(list(trainable(network)), x, population=len(self.candidates)))
-        folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"
+        folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"  # type: ignore[attr-defined]
         self.store = ClientStore(folder, algorithm.client_state_like())
         self.diagnostics = RoundDiagnostics(x)
         if self._restored is not None:
@@ -293,7 +295,10 @@ class FederatedServer(Callback):
         states = []
         for path in [p for f in folders if f for p in Path(f).glob("*.ckpt")]:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            states.append(saved["callbacks"][self.state_key]["clients"])
+            # Weights alone, or another trainer's checkpoint, have no index.
+            server = saved.get("callbacks", {}).get(self.state_key, {})
+            if "clients" in server:
+                states.append(server["clients"])
         self.store.sweep(states)
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -362,8 +367,11 @@ class FederatedServer(Callback):
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """The folder of the run: that of its first logger, else the Trainer's root."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
+    """The folder of the run: that of its ``metrics.csv``, else its first logger's, else the root."""
+    from .roundlog import MetricsFile  # which imports this module
+
+    own = [logger.log_dir for logger in trainer.loggers if isinstance(logger, MetricsFile)]
+    return Path(own[0] if own else trainer.log_dir or trainer.default_root_dir)
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

@@ -61,7 +61,9 @@ def check_trainer_config(trainer: Mapping[str, Any]) -> None:
             refuse(
                 key, get(key), "one training batch is a whole round; use server.clients_per_round"
             )
-    several = "clients run in one process, and a plain strategy would average gradients at every step"
+    several = (
+        "clients run in one process, and a plain strategy would average gradients at every step"
+    )
     if get("num_nodes", 1) not in (None, 1):
         refuse("num_nodes", get("num_nodes"), f"{several}; use one node")
     devices = get("devices", "auto")
@@ -69,7 +71,9 @@ def check_trainer_config(trainer: Mapping[str, Any]) -> None:
     if str(count) not in ("1", "auto", "None"):
         refuse("devices", devices, f"{several}; use trainer.devices=1")
     strategy = get("strategy", "auto")
-    if not (strategy in (None, "auto", "single_device") or isinstance(strategy, SingleDeviceStrategy)):
+    if not (
+        strategy in (None, "auto", "single_device") or isinstance(strategy, SingleDeviceStrategy)
+    ):
         refuse("strategy", strategy, f"{several}; leave it at auto")
 
 
@@ -79,7 +83,7 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: Naming the key, its value and what to use instead.
     """
-    fast = bool(trainer.fast_dev_run)
+    fast = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
     check_trainer_config(
         {
             "max_steps": -1 if fast else trainer.max_steps,
@@ -91,7 +95,7 @@ def check_trainer(trainer: Trainer) -> None:
             "gradient_clip_val": trainer.gradient_clip_val,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "limit_train_batches": None if fast else trainer.limit_train_batches,
-            "overfit_batches": trainer.overfit_batches,
+            "overfit_batches": trainer.overfit_batches,  # type: ignore[attr-defined]
             "num_nodes": trainer.num_nodes,
             "devices": trainer.num_devices,
             "strategy": trainer.strategy,

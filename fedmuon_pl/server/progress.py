@@ -36,7 +36,9 @@ class RoundProgressBar(TQDMProgressBar):
         """Starts the round's bar."""
         bar = self.train_progress_bar
         bar.reset(total=find(trainer, FederatedServer).cohort_size)
-        bar.set_description(f"round {trainer.current_epoch + 1}/{trainer.max_epochs}", refresh=False)
+        bar.set_description(
+            f"round {trainer.current_epoch + 1}/{trainer.max_epochs}", refresh=False
+        )
         history = find(trainer, RoundLog).history
         accuracy = next((row["val/acc"] for row in reversed(history) if "val/acc" in row), None)
         if accuracy is not None:
@@ -58,6 +60,6 @@ class RoundProgressBar(TQDMProgressBar):
         if self._train_progress_bar is not None:
             self._train_progress_bar.close()
 
-    def get_metrics(self, *_: Any) -> dict[str, Any]:  # type: ignore[override]  # noqa: ANN401
+    def get_metrics(self, *_: Any) -> dict[str, Any]:  # noqa: ANN401
         """Nothing beside what :meth:`on_train_epoch_start` shows."""
         return {}

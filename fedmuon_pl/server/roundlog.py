@@ -48,13 +48,23 @@ class RoundLog(Callback):
                 logger.rewrite(self.history)
             elif isinstance(logger, TensorBoardLogger):
                 folder = Path(logger.log_dir)
+                kept: set[tuple[str, int]] = set()
                 # One file is the logger's own, just opened; more are those of an earlier start.
                 if len(list(folder.glob(EVENTS))) > 1:
                     # A file that is replaced while it is open would swallow what follows.
                     logger.experiment.close()
-                    prune_events(folder, trainer.current_epoch)
-        if trainer.is_global_zero and not trainer.fast_dev_run:
+                    kept = prune_events(folder, trainer.current_epoch)
+                self._complete(logger, kept)
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             (run_folder(trainer) / DONE).unlink(missing_ok=True)
+
+    def _complete(self, logger: TensorBoardLogger, kept: set[tuple[str, int]]) -> None:
+        """Writes what the files lack of the rows: in a new folder all of them, or a torn tail."""
+        start = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
+        for row in self.history:
+            r = int(row["round"])
+            lost = {k: v for k, v in row.items() if (start + k, r) not in kept and k != "round"}
+            logger.log_metrics(lost, step=r)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
         """Writes the row of the round that was closed, if one was."""
@@ -73,7 +83,7 @@ class RoundLog(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Marks the run as finished if its last round is logged."""
         rounds = len(self.history)
-        if not trainer.is_global_zero or trainer.fast_dev_run or rounds != trainer.max_epochs:
+        if not trainer.is_global_zero or trainer.fast_dev_run or rounds != trainer.max_epochs:  # type: ignore[attr-defined]
             return
         path = run_folder(trainer) / DONE
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,25 +182,38 @@ def _format(row: Mapping[str, float]) -> dict[str, str]:
     return {k: str(int(v)) if k == "round" else repr(float(v)) for k, v in row.items()}
 
 
-def prune_events(folder: Path, first: int) -> None:
+def prune_events(folder: Path, first: int) -> set[tuple[str, int]]:
     """Takes scalar events of rounds ``first`` and later out of a folder's TensorBoard files.
 
-    Each file is replaced by one of its events up to there; a torn last record is left out.
+    Each file is replaced by one of its events up to there; a torn last record is left out, and a
+    file without any event is removed.
+
+    Returns:
+        Tag and round of the events that were kept.
     """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
+    kept: set[tuple[str, int]] = set()
+    # TensorBoard reads every file with "tfevents" in its name, half a file of a kill too.
+    part = folder / "events.part"
     for path in sorted(folder.glob(EVENTS)):
-        part = path.with_name("part." + path.name)
+        before = len(kept)
         with part.open("wb") as f:
             writer = RecordWriter(f)
             for raw in RawEventFileLoader(str(path)).Load():
                 event = Event.FromString(raw)
                 if not (event.HasField("summary") and event.step >= first):
                     writer.write(raw)
+                    kept |= {(value.tag, event.step) for value in event.summary.value}
             writer.flush()
-        os.replace(part, path)
+        if len(kept) > before:
+            os.replace(part, path)
+        else:
+            path.unlink()
+    part.unlink(missing_ok=True)
+    return kept
 
 
 def find(trainer: Trainer, kind: type[T]) -> T:
@@ -199,7 +222,7 @@ def find(trainer: Trainer, kind: type[T]) -> T:
     Raises:
         LookupError: If there is none.
     """
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, kind):
             return callback
     raise LookupError(f"the Trainer has no {kind.__name__}")

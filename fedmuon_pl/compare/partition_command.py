@@ -1,0 +1,61 @@
+"""``fedmuon partition``: who holds what, as a table and a picture."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+
+from ..data import digits, partition  # noqa: F401  (so that a configuration can name them)
+from ..data.datamodule import FederatedDataModule
+from ..errors import FedMuonError
+from ..training import ConfigName
+from .partition_report import partition_figure, partition_table
+
+__all__ = ["partition_main"]
+
+_IGNORED = ("seed_everything", "trainer", "model", "server", "method", "threads", "ckpt_path")
+
+
+def partition_main(args: list[str]) -> int:
+    """Prints class counts per client and writes a picture.
+
+    Args:
+        args: The command line after ``partition``.
+
+    Returns:
+        The exit status: 0, or 2 after one sentence on the standard error.
+    """
+    parser = ArgumentParser(
+        prog="fedmuon partition",
+        description="Class counts of every client: a table, and a picture. "
+        "Example: fedmuon partition -c base -c experiment/mnist5k",
+    )
+    parser.add_argument("-c", "--config", action=ConfigName, help="A file or a short name.")
+    parser.add_subclass_arguments(FederatedDataModule, "data", required=True)
+    parser.add_argument("--experiment", type=str, default="default", help="Names the folder.")
+    parser.add_argument("-o", "--output", type=str | None, help="Picture; runs/E/partition.png.")
+    parser.add_argument("--rows", type=int, default=20, help="Clients listed in the table.")
+    for key in _IGNORED:
+        # A run's configuration has more than data; the rest does not matter here.
+        parser.add_argument(f"--{key}", type=Any, help="==SUPPRESS==")
+    config = parser.parse_args(args)
+    try:
+        return _show(parser, config)
+    except (FedMuonError, ValueError) as e:
+        print(f"fedmuon: {e}", file=sys.stderr)
+        return 2
+
+
+def _show(parser: ArgumentParser, config: Namespace) -> int:
+    data = parser.instantiate(config).data
+    data.setup()
+    labels, classes = data.splits.labels, data.splits.num_classes
+    title = f"{config.experiment}: {len(data.partition)} clients, {type(data.partitioner).__name__}"
+    Console().print(partition_table(data.partition, labels, classes, max_rows=config.rows))
+    path = Path(config.output or Path("runs") / config.experiment / "partition.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partition_figure(data.partition, labels, classes, path, title=title)
+    print(f"picture: {path}")
+    return 0
