@@ -73,8 +73,16 @@ class ClientStack:
         # The shell's tensors become views of slice 0, so that C = 1 needs no copying at all.
         for p, storage in zip(self._shell_leaves, self._storage, strict=True):
             p.data = storage[0]
+        self._homes: dict[str, tuple[dict[str, Tensor | None], str, Tensor]] = {}
         for name, storage in self._buffer_storage.items():
-            self.shell.get_buffer(name).data = storage[0]
+            path, _, key = name.rpartition(".")
+            buffer = self.shell.get_buffer(name)
+            buffer.data = storage[0]
+            self._homes[name] = self.shell.get_submodule(path)._buffers, key, buffer
+        if capacity > 1:
+            for module in self.shell.modules():
+                if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                    _cut_padding_gradient(module)
         self._by_size: dict[int, list[nn.Parameter]] = {}
         self.resize(capacity)
 
@@ -92,11 +100,18 @@ class ClientStack:
             self._by_size[clients] = self._shell_leaves if clients == 1 else stacked
         self.leaves = self._by_size[clients]
         self.x = [s[:clients] for s in self._storage]
-        self.buffers = {n: s[:clients] for n, s in self._buffer_storage.items()}
+        self._own_buffers()
+
+    def _own_buffers(self) -> None:
+        """Forgets the buffers that a forward has replaced by new tensors."""
+        self.buffers = {n: s[: self.clients] for n, s in self._buffer_storage.items()}
+        for home, key, own in self._homes.values():
+            home[key] = own
 
     @torch.no_grad()
     def load(self, x: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Gives every client the same weights and buffers (the broadcast)."""
+        self._own_buffers()
         torch._foreach_copy_(self.x, list(x))
         for name, stacked in self.buffers.items():
             stacked.copy_(buffers[name])
@@ -109,18 +124,27 @@ class ClientStack:
             batch: A pytree of tensors ``(C, B, ...)``.
         """
         if self.clients == 1:
-            return loss(self.shell, tree_map(lambda t: t[0], batch)).unsqueeze(0)
+            value = loss(self.shell, tree_map(lambda t: t[0], batch)).unsqueeze(0)
+            for name, (home, key, own) in self._homes.items():
+                new = home[key]
+                if new is not own and new is not None:  # the forward has set another tensor
+                    self.buffers[name] = new.detach().unsqueeze(0)
+            return value
 
-        def one(params: dict[str, Tensor], buffers: dict[str, Tensor], sample: Any) -> Tensor:  # noqa: ANN401
+        def one(params: dict[str, Tensor], buffers: dict[str, Tensor], sample: Any) -> Any:  # noqa: ANN401
+            state = {**params, **buffers}
+
             def network(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-                return functional_call(self.shell, (params, buffers), args, kwargs)
+                return functional_call(self.shell, state, args, kwargs)
 
-            return loss(network, sample)
+            value = loss(network, sample)
+            return value, {n: state[n].detach() for n, b in buffers.items() if state[n] is not b}
 
         params: dict[str, Tensor] = dict(zip(self.names, self.leaves, strict=True))
+        mapped: tuple[Tensor, dict[str, Tensor]]
         mapped = torch.vmap(one, randomness="different")(params, self.buffers, batch)
-        assert isinstance(mapped, Tensor)
-        return mapped
+        self.buffers.update(mapped[1])
+        return mapped[0]
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
@@ -142,6 +166,17 @@ class ClientStack:
     def with_axis(self, leaf_like: Tensor) -> Tensor:
         """A tensor shaped like a leaf as a view with the client axis."""
         return leaf_like.unsqueeze(0) if self.clients == 1 else leaf_like
+
+
+def _cut_padding_gradient(module: nn.Embedding) -> None:
+    """Does by hand what ``padding_idx`` does: vmap gives the padding's row a gradient (torch 2.14)."""
+    padding, module.padding_idx = module.padding_idx, None
+
+    def hook(_: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:  # noqa: ANN401
+        ids = args[0] if args else kwargs["input"]
+        return torch.where((ids == padding).unsqueeze(-1), out.detach(), out)
+
+    module.register_forward_hook(hook, with_kwargs=True)
 
 
 def _stacked(t: Tensor, capacity: int) -> Tensor:

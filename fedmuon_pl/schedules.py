@@ -30,7 +30,7 @@ class Constant(Schedule):
 
 
 class Cosine(Schedule):
-    """Half a cosine from 1 to ``final`` over the rounds of the run (Loshchilov & Hutter, 1608.03983).
+    """Half a cosine from 1 to ``final`` over the run (Loshchilov & Hutter, arXiv 1608.03983).
 
     ``final + (1 - final) (1 + cos(pi r / R)) / 2`` at round r; with ``final = 0`` this is the
     schedule of the FedMuon paper's experiments.

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ActionConfigFile, Namespace
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -15,7 +14,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 # Imported so that a configuration can name their classes without a module.
 from . import algorithms, models, schedules, tasks  # noqa: F401
-from .configuration import find_config
+from .arguments import ConfigName, Parser, root_cause
 from .data import digits, partition  # noqa: F401
 from .data.datamodule import FederatedDataModule
 from .errors import ConfigError, FedMuonError
@@ -26,19 +25,7 @@ from .server.progress import RoundProgressBar
 from .server.roundlog import MetricsFile, RoundLog
 from .server.state import MissingClientState
 
-__all__ = ["ConfigName", "FederatedCLI", "train_main"]
-
-
-class ConfigName(ActionConfigFile):
-    """``-c NAME``: a file, or a short name (see :func:`fedmuon_pl.configuration.find_config`)."""
-
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:  # noqa: ANN401
-        """Resolves the name."""
-        try:
-            path = str(find_config(str(values)))
-        except FileNotFoundError as e:
-            parser.error(str(e))
-        super().__call__(parser, cfg, path, option_string)  # type: ignore[no-untyped-call]
+__all__ = ["FederatedCLI", "train_main"]
 
 
 class _SaveRunConfig(SaveConfigCallback):
@@ -84,7 +71,7 @@ class FederatedCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401
         """A parser whose ``-c`` takes short names."""
-        parser = LightningArgumentParser(**{"description": "fedmuon", **kwargs})
+        parser = Parser(**{"prog": "fedmuon", **kwargs})
         parser.add_argument(
             "-c", "--config", action=ConfigName, help="A configuration: a file or a short name."
         )
@@ -167,7 +154,7 @@ class FederatedCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as e:
-            raise ConfigError(str(e)) from e
+            raise ConfigError(str(root_cause(e))) from e
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
         """A Trainer whose loggers, checkpoints and configuration lie in the run's folder."""
@@ -227,6 +214,3 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", message=r"(?s).*instantiate_classes.*deprecated")
     # The arguments come from main(), also in tests and notebooks.
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
-
-
-_ = Namespace

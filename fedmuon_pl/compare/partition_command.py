@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace
 from rich.console import Console
 
+from ..arguments import ConfigName, Parser, root_cause
 from ..data import digits, partition  # noqa: F401  (so that a configuration can name them)
 from ..data.datamodule import FederatedDataModule
 from ..errors import FedMuonError
-from ..training import ConfigName
 from .partition_report import partition_figure, partition_table
 
 __all__ = ["partition_main"]
@@ -27,7 +27,7 @@ def partition_main(args: list[str]) -> int:
     Returns:
         The exit status: 0, or 2 after one sentence on the standard error.
     """
-    parser = ArgumentParser(
+    parser = Parser(
         prog="fedmuon partition",
         description="Class counts of every client: a table, and a picture. "
         "Example: fedmuon partition -c base -c experiment/mnist5k",
@@ -44,11 +44,11 @@ def partition_main(args: list[str]) -> int:
     try:
         return _show(parser, config)
     except (FedMuonError, ValueError) as e:
-        print(f"fedmuon: {e}", file=sys.stderr)
+        print(f"fedmuon: {root_cause(e)}", file=sys.stderr)
         return 2
 
 
-def _show(parser: ArgumentParser, config: Namespace) -> int:
+def _show(parser: Parser, config: Namespace) -> int:
     data = parser.instantiate(config).data
     data.setup()
     labels, classes = data.splits.labels, data.splits.num_classes

@@ -1,0 +1,70 @@
+"""The command line's parser: short names of configurations, and one sentence for a mistake."""
+
+import difflib
+import re
+from typing import Any, NoReturn
+
+from jsonargparse import ActionConfigFile
+from pytorch_lightning.cli import LightningArgumentParser
+
+from .algorithms.base import Algorithm
+from .configuration import find_config
+
+__all__ = ["ConfigName", "Parser", "root_cause"]
+
+
+class ConfigName(ActionConfigFile):
+    """``-c NAME``: a file, or a short name (see :func:`fedmuon_pl.configuration.find_config`)."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:  # noqa: ANN401
+        """Resolves the name."""
+        try:
+            path = str(find_config(str(values)))
+        except FileNotFoundError as e:
+            parser.error(str(e))
+        super().__call__(parser, cfg, path, option_string)  # type: ignore[no-untyped-call]
+
+
+class Parser(LightningArgumentParser):
+    """A parser that says what is wrong in one sentence, without fifty lines of usage above it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Prints the sentence and exits with status 2."""
+        if not self.exit_on_error:  # a parser inside another, which says where it happened
+            super().error(message, ex)
+        text = " ".join(message.split())
+        text = re.sub(r'^Parser key "?([\w.]+)"?: ', r"\1: ", text)
+        unknown = re.search(r"unrecognized arguments: (--[\w.+]+)", text)
+        if unknown:
+            text = f"there is no option {unknown[1]}{self._near(unknown[1])}"
+        named = re.search(r"algorithm: .*dot import path string: (\S+)", text)
+        if named:
+            known = sorted(c.__name__ for c in _subclasses(Algorithm))
+            text = f"model.algorithm={named[1]} is no algorithm; there are {', '.join(known)}"
+        self.exit(2, f"fedmuon: {text} (see fedmuon COMMAND --help)\n")
+
+    def _near(self, option: str) -> str:
+        parsers = [self, *(p for a in self._actions for p in _parsers(a))]
+        options = {o for p in parsers for a in p._actions for o in a.option_strings}
+        close = difflib.get_close_matches(option, sorted(options), 1)
+        return f"; did you mean {close[0]}?" if close else ""
+
+
+def _parsers(action: Any) -> list[Any]:  # noqa: ANN401
+    """The parsers of a subcommand action."""
+    choices = getattr(action, "choices", None)
+    return (
+        [p for p in choices.values() if hasattr(p, "_actions")] if isinstance(choices, dict) else []
+    )
+
+
+def _subclasses(kind: type) -> list[type]:
+    found: list[type] = kind.__subclasses__()
+    return [*found, *(c for sub in found for c in _subclasses(sub))]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What a chain of errors began with: the sentence that names the argument."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error

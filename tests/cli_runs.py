@@ -1,0 +1,227 @@
+"""Runs the real command line on digits, in this process, and reads what a run leaves behind."""
+
+import csv
+import functools
+import os
+import signal
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedmuon_pl.cli import main
+from fedmuon_pl.data.datamodule import FederatedDataModule
+from fedmuon_pl.server.callback import FederatedServer
+from fedmuon_pl.server.state import ClientStore
+
+# With these rates the accuracies of SCAFFOLD and FedAvg go up and down: best.ckpt is not last.ckpt.
+ALGORITHMS = {
+    "fedadam": [],
+    "fedavg": ["--model.algorithm.lr", "1.0"],
+    "fedmuon": [],
+    "local_muon": [],
+    "scaffold": ["--model.algorithm.lr", "1.0"],
+}
+ROUNDS = 5
+COHORT = 5
+STEPS = 3
+
+
+def arguments(command, algorithm, root, *flags, rounds=ROUNDS):
+    """A command line; later flags win."""
+    quiet = ["--trainer.enable_progress_bar", "false", "--trainer.enable_model_summary", "false"]
+    return [
+        command,
+        *("-c", "base", "-c", "experiment/digits", "-c", f"algorithm/{algorithm}"),
+        *("--threads", "1", "--model.local_steps", str(STEPS)),
+        *("--trainer.max_epochs", str(rounds), "--trainer.default_root_dir", str(root)),
+        *quiet,
+        *ALGORITHMS[algorithm],
+        *flags,
+    ]
+
+
+def fit(algorithm, root, *flags, rounds=ROUNDS, seed=0):
+    """Trains, and returns the run's folder."""
+    assert main(arguments("fit", algorithm, root, *flags, rounds=rounds)) == 0
+    return Path(root) / "digits" / f"{algorithm}-s{seed}"
+
+
+# -- watching a run ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What the clients got to see, by round."""
+
+    folder: Path | None = None
+    x0: dict = field(default_factory=dict)
+    cohorts: dict = field(default_factory=dict)
+    batches: dict = field(default_factory=dict)
+
+
+@contextmanager
+def patched(owner, name, wrap):
+    """Replaces a method by ``wrap(original)`` for a while."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def watched():
+    """Records cohorts, batches and x^r of every round that is opened meanwhile."""
+    seen = Seen()
+
+    def open_round(original):
+        def call(self, trainer, module):
+            plan = original(self, trainer, module)
+            seen.x0[plan.round] = [x.clone() for x in plan.x0]
+            seen.cohorts[plan.round] = list(plan.clients)
+            return plan
+
+        return call
+
+    def client_batches(original):
+        def call(self, client, **kwargs):
+            batches = original(self, client, **kwargs)
+            seen.batches[kwargs["round"], client] = np.stack(batches).tolist()
+            return batches
+
+        return call
+
+    with (
+        patched(FederatedServer, "open_round", open_round),
+        patched(FederatedDataModule, "client_batches", client_batches),
+    ):
+        yield seen
+
+
+class Interruption(BaseException):
+    """Stands for a kill, in this process."""
+
+
+@contextmanager
+def interrupted(round, blocks=2, act=None):
+    """Raises, or acts, in the middle of a round: after some blocks of its clients were received."""
+    received = []
+
+    def receive(original):
+        def call(self, *args):
+            original(self, *args)
+            received.append(self.plan.round)
+            if received.count(round) == blocks:
+                if act is None:
+                    raise Interruption
+                act(self)
+
+        return call
+
+    with patched(FederatedServer, "receive", receive):
+        yield
+
+
+def main_killed_in_round(args):
+    """For a process of its own: SIGKILL of its whole group in the middle of round ``args[0]``."""
+
+    def kill(_):
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    with interrupted(int(args[0]), act=kill):
+        return main(args[1:])
+
+
+# -- reading a run ----------------------------------------------------------------------------------
+
+
+def rows(folder, times=False):
+    """``metrics.csv`` as text, without what depends on the clock."""
+    with (folder / "metrics.csv").open(newline="") as f:
+        return [
+            {k: v for k, v in row.items() if times or not k.startswith("time/")}
+            for row in csv.DictReader(f)
+        ]
+
+
+def events(folder, times=False):
+    """Scalars of all files that TensorBoard would read, by (tag, step); each may be there once."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    out = {}
+    for path in sorted(folder.glob("*tfevents*")):
+        for raw in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(raw)
+            for value in event.summary.value:
+                key = value.tag, event.step
+                assert key not in out, f"{key} is there twice"
+                if times or not value.tag.startswith("time/"):
+                    out[key] = value.simple_value
+    return out
+
+
+def load(path):
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def checkpoint(folder, name="last"):
+    """A checkpoint without clock and places, per-client state by content."""
+    saved = load(folder / "checkpoints" / f"{name}.ckpt")
+    for state in saved["callbacks"].values():
+        state.pop("dirpath", None)
+        for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
+            if key in state:
+                state[key] = Path(state[key]).name
+        if "best_k_models" in state:
+            state["best_k_models"] = {Path(k).name: v for k, v in state["best_k_models"].items()}
+    for row in saved["callbacks"]["RoundLog"]["history"]:
+        for key in [k for k in row if k.startswith("time/")]:
+            del row[key]
+    server = saved["callbacks"]["FederatedServer"]
+    server["clients"] = client_state(folder, server)
+    return saved
+
+
+def client_state(folder, server):
+    """Control variates by client, as tensors."""
+    clients = server["clients"]["index"][:, 0].tolist()
+    shapes = server["algorithm"].get("control_variates", {}).get("c", [])
+    store = ClientStore(folder / "client_state", {"c_i": shapes} if shapes else {})
+    store.load_state_dict(server["clients"])
+    return {c: store.load([c], torch.device("cpu")) for c in clients}
+
+
+def difference(a, b, at="checkpoint"):
+    """Where two nested values first differ, bit for bit; None if they do not."""
+    if type(a) is not type(b):
+        return f"{at}: {type(a)} and {type(b)}"
+    if isinstance(a, dict):
+        if list(a) != list(b):
+            return f"{at}: {list(a)} and {list(b)}"
+        return next((d for k in a if (d := difference(a[k], b[k], f"{at}.{k}"))), None)
+    if isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return f"{at}: {len(a)} and {len(b)} entries"
+        pairs = enumerate(zip(a, b, strict=True))
+        return next((d for i, (x, y) in pairs if (d := difference(x, y, f"{at}[{i}]"))), None)
+    if isinstance(a, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        return None if same else f"{at}: {a} and {b}"
+    return None if a == b or a != a and b != b else f"{at}: {a!r} and {b!r}"
+
+
+def assert_same_run(folder, other, rounds=ROUNDS):
+    """Weights, all state, curves and events are those of the other run, and it is finished."""
+    for name in ("last", "best"):
+        found = difference(checkpoint(folder, name), checkpoint(other, name))
+        assert found is None, f"{name}.ckpt: {found}"
+    assert rows(folder) == rows(other)
+    assert [row["round"] for row in rows(folder)] == [str(r) for r in range(rounds)]
+    assert events(folder) == events(other)
+    assert {step for _, step in events(folder)} == set(range(rounds))
+    assert (folder / "done").is_file()

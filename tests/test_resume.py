@@ -1,0 +1,515 @@
+"""A run that was stopped anywhere and resumed is, bit for bit, the run that was not."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cli_runs import (
+    ALGORITHMS,
+    ROUNDS,
+    STEPS,
+    Interruption,
+    arguments,
+    assert_same_run,
+    checkpoint,
+    client_state,
+    difference,
+    events,
+    fit,
+    interrupted,
+    load,
+    patched,
+    rows,
+    watched,
+)
+
+from fedmuon_pl.cli import main
+from fedmuon_pl.server.checkpointing import AtomicCheckpointIO
+from fedmuon_pl.server.roundlog import prune_events
+from fedmuon_pl.server.state import ClientStore, MissingClientState
+
+STOP = 3
+LAST = ("--ckpt_path", "last")
+
+
+def start_and_stop(algorithm, root, *flags, round=STOP, blocks=2):
+    """A run that ends in the middle of a round; returns its folder."""
+    with interrupted(round, blocks), pytest.raises(Interruption):
+        main(arguments("fit", algorithm, root, *flags))
+    return Path(root) / "digits" / f"{algorithm}-s0"
+
+
+def contents(folder):
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
+
+
+# -- stopped anywhere -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_stopped_in_a_round(algorithm, finished, tmp_path):
+    straight = finished(algorithm)
+    folder = start_and_stop(algorithm, tmp_path)
+    assert not (folder / "done").exists()
+    assert len(rows(folder)) == STOP
+    assert load(folder / "checkpoints/last.ckpt")["epoch"] == STOP - 1
+    with watched() as seen:
+        fit(algorithm, tmp_path, *LAST)
+    assert_same_run(folder, straight.folder)
+    later = range(STOP, ROUNDS)
+    assert seen.cohorts == {r: straight.cohorts[r] for r in later}
+    assert seen.batches == {k: v for k, v in straight.batches.items() if k[0] in later}
+
+
+@pytest.mark.parametrize("algorithm", ["fedmuon", "scaffold"])
+def test_killed_in_a_round(algorithm, finished, tmp_path):
+    code = "import sys; from cli_runs import main_killed_in_round as m; sys.exit(m(sys.argv[1:]))"
+    args = arguments("fit", algorithm, tmp_path)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
+    killed = subprocess.run(
+        [sys.executable, "-c", code, str(STOP), *args],
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folder = tmp_path / "digits" / f"{algorithm}-s0"
+    assert not (folder / "done").exists()
+    fit(algorithm, tmp_path, *LAST)
+    assert_same_run(folder, finished(algorithm).folder)
+
+
+def test_the_comparison_can_fail(finished, tmp_path):
+    # One client's state lost, all else restored: SCAFFOLD's run is another one then.
+    folder = start_and_stop("scaffold", tmp_path)
+    state = ClientStore.load_state_dict
+
+    def forget(original):
+        def call(self, saved, *args):
+            state(self, saved, *args)
+            del self._index[next(c for c in self._index if c in cohort)]
+
+        return call
+
+    cohort = finished("scaffold").cohorts[STOP]
+    with patched(ClientStore, "load_state_dict", forget):
+        fit("scaffold", tmp_path, *LAST)
+    with pytest.raises(AssertionError):
+        assert_same_run(folder, finished("scaffold").folder)
+
+
+@pytest.mark.parametrize("target", ["best.ckpt", "last.ckpt"])
+def test_stopped_between_the_log_and_a_checkpoint(target, finished, tmp_path):
+    # SCAFFOLD's best round is 1, where both are due: its row is logged and its client state
+    # written, but not the checkpoint.
+    def stop(original):
+        def call(self, saved, path, *args, **kwargs):
+            if saved["epoch"] == 1 and Path(path).name == target:
+                raise Interruption
+            original(self, saved, path, *args, **kwargs)
+
+        return call
+
+    with patched(AtomicCheckpointIO, "save_checkpoint", stop), pytest.raises(Interruption):
+        main(arguments("fit", "scaffold", tmp_path))
+    folder = tmp_path / "digits/scaffold-s0"
+    assert len(rows(folder)) == 2
+    assert load(folder / "checkpoints/last.ckpt")["epoch"] == 0
+    fit("scaffold", tmp_path, *LAST)
+    assert_same_run(folder, finished("scaffold").folder)
+
+
+def test_stopped_before_the_first_checkpoint(finished, tmp_path):
+    folder = start_and_stop("scaffold", tmp_path, round=0)
+    fit("scaffold", tmp_path)
+    assert_same_run(folder, finished("scaffold").folder)
+
+
+def test_stopped_twice(finished, tmp_path):
+    folder = start_and_stop("scaffold", tmp_path, round=1)
+    start_and_stop("scaffold", tmp_path, *LAST, round=1, blocks=4)
+    start_and_stop("scaffold", tmp_path, *LAST, round=4, blocks=1)
+    fit("scaffold", tmp_path, *LAST)
+    assert_same_run(folder, finished("scaffold").folder)
+
+
+def test_stopped_between_two_validations(tmp_path):
+    flags = ("--trainer.check_val_every_n_epoch", "2")
+    straight = fit("fedavg", tmp_path / "straight", *flags)
+    folder = start_and_stop("fedavg", tmp_path, *flags)
+    fit("fedavg", tmp_path, *flags, *LAST)
+    assert_same_run(folder, straight)
+
+
+def test_sigterm_ends_after_the_round(finished, tmp_path):
+    def terminate(server):
+        # Without Lightning's handler the signal would end pytest.
+        assert callable(signal.getsignal(signal.SIGTERM))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with interrupted(STOP - 1, act=terminate), pytest.raises(SystemExit) as ended:
+        sys.exit(main(arguments("fit", "fedmuon", tmp_path)))
+    assert ended.value.code in (0, None)
+    folder = tmp_path / "digits/fedmuon-s0"
+    assert not (folder / "done").exists()
+    assert len(rows(folder)) == STOP
+    fit("fedmuon", tmp_path, *LAST)
+    assert_same_run(folder, finished("fedmuon").folder)
+
+
+# -- from other checkpoints, in other places -----------------------------------------------------------
+
+
+def test_back_to_an_older_checkpoint(tmp_path):
+    # SCAFFOLD's best round is 1 of 12. Round 10 sweeps the folder of per-client files.
+    straight = fit("scaffold", tmp_path / "straight", rounds=12)
+    folder = tmp_path / "run/digits/scaffold-s0"
+    shutil.copytree(straight, folder)
+    best = folder / "checkpoints/best.ckpt"
+    r = load(best)["epoch"] + 1
+    assert r < 5
+    files = {p.name for p in (folder / "client_state").iterdir()}
+    assert len(files) < 12
+    fit("scaffold", tmp_path / "run", "--ckpt_path", str(best), rounds=12)
+    assert_same_run(folder, straight, rounds=12)
+
+
+def test_goes_on_in_another_folder(finished, tmp_path):
+    old = start_and_stop("scaffold", tmp_path / "old")
+    before = contents(old)
+    path = str(old / "checkpoints/last.ckpt")
+    new = fit("scaffold", tmp_path / "new", "--ckpt_path", path)
+    assert contents(old) == before
+    shutil.rmtree(old)
+    assert_same_run(new, finished("scaffold").folder)
+
+
+def test_a_moved_run_goes_on(finished, tmp_path):
+    # fedavg's best round is before the stop: what is best so far must not be forgotten.
+    old = start_and_stop("fedavg", tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert not old.exists()
+    new = fit("fedavg", tmp_path / "new", *LAST)
+    assert_same_run(new, finished("fedavg").folder)
+
+
+def test_the_same_folder_by_another_name(finished, tmp_path, monkeypatch):
+    folder = start_and_stop("fedavg", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    fit("fedavg", ".", *LAST)
+    assert_same_run(folder, finished("fedavg").folder)
+
+
+def test_a_torn_tail_is_mended(finished, tmp_path):
+    folder = start_and_stop("fedavg", tmp_path)
+    with (folder / "metrics.csv").open("a") as f:
+        f.write("3,0.1,0.2")
+    (path,) = folder.glob("events.out.tfevents.*")
+    whole = path.read_bytes()
+    # Cuts through the last record, whatever part of it, and through the last round's first ones.
+    for cut in (1, 5, 13, 40, 100, 400):
+        path.write_bytes(whole[:-cut])
+        prune_events(folder, ROUNDS)
+        assert path.read_bytes() == whole[: path.stat().st_size]
+        assert whole.startswith(path.read_bytes())
+        assert 0 < len(whole) - path.stat().st_size < cut + 60
+    fit("fedavg", tmp_path, *LAST)
+    assert_same_run(folder, finished("fedavg").folder)
+
+
+def test_a_finished_run_resumed_stays(finished, tmp_path):
+    folder = tmp_path / "digits/fedavg-s0"
+    shutil.copytree(finished("fedavg").folder, folder)
+    fit("fedavg", tmp_path, *LAST)
+    assert_same_run(folder, finished("fedavg").folder)
+    assert json.loads((folder / "done").read_text())["rounds"] == ROUNDS
+
+
+def test_a_finished_run_goes_on_to_more_rounds(finished, tmp_path):
+    folder = fit("local_muon", tmp_path, rounds=2)
+    assert json.loads((folder / "done").read_text())["rounds"] == 2
+    fit("local_muon", tmp_path, *LAST)
+    assert_same_run(folder, finished("local_muon").folder)
+    assert json.loads((folder / "done").read_text())["rounds"] == ROUNDS
+
+
+def test_tensorboard_itself_reads_a_resumed_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = start_and_stop("fedavg", tmp_path, round=1)
+    fit("fedavg", tmp_path, *LAST, rounds=2)
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    assert reader.Tags()["scalars"]
+    for tag in reader.Tags()["scalars"]:
+        assert [e.step for e in reader.Scalars(tag)] == [0, 1]
+
+
+# -- what a checkpoint holds --------------------------------------------------------------------------
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return all(isinstance(k, str | int) and plain(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(map(plain, value))
+    return value is None or type(value) in (bool, int, float, str, torch.Tensor)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_checkpoint_is_plain(algorithm, finished):
+    folder = finished(algorithm).folder
+    paths = sorted((folder / "checkpoints").iterdir())
+    assert [p.name for p in paths] == ["best.ckpt", "last.ckpt"]
+    for path in paths:
+        saved = torch.load(path, weights_only=True)
+        for key in ("FederatedServer", "RoundLog"):
+            assert plain(saved["callbacks"][key]), key
+        assert "hyper_parameters" not in saved
+    assert saved["global_step"] == ROUNDS
+    assert saved["epoch"] == ROUNDS - 1
+
+
+def test_client_state_follows_who_took_part(finished):
+    seen = finished("scaffold")
+    server = load(seen.folder / "checkpoints/last.ckpt")["callbacks"]["FederatedServer"]
+    state = client_state(seen.folder, server)
+    assert set(state) == {c for cohort in seen.cohorts.values() for c in cohort}
+    # c = sum_i c_i / N, and no c_i is zero: all that is kept is what was learnt.
+    for j, c in enumerate(server["algorithm"]["control_variates"]["c"]):
+        rows = torch.stack([s["c_i"][j][0].double() for s in state.values()])
+        assert rows.flatten(1).any(1).all()
+        torch.testing.assert_close(rows.sum(0) / 20, c.double(), rtol=1e-4, atol=1e-6)
+
+
+def test_missing_client_state_is_named(tmp_path, capsys):
+    folder = start_and_stop("scaffold", tmp_path)
+    shutil.rmtree(folder / "client_state")
+    assert main(arguments("fit", "scaffold", tmp_path, *LAST)) == 2
+    (message,) = refusals(capsys)
+    assert "client_state" in message
+    assert "missing" in message
+
+
+# -- refusals ---------------------------------------------------------------------------------------
+
+
+def refusals(capsys):
+    return [x for x in capsys.readouterr().err.splitlines() if x.startswith("fedmuon: ")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("-c", "algorithm/fedmuon", "--method", "fedavg"), ["algorithm", "FedAvg", "FedMuon"]),
+        (("--data.partition_seed", "1"), ["data.partition"]),
+        (("--data.batch_size", "8"), ["data.batch_size", "16", "8"]),
+        (("--model.algorithm.lr", "0.5"), ["lr", "1.0", "0.5"]),
+        (("--seed_everything", "1"), ["seed", "0", "1"]),
+        (("--model.local_steps", "4"), ["local_steps", str(STEPS), "4"]),
+        (("--server.weighting", "samples"), ["weighting", "uniform", "samples"]),
+        (("--server.clients_per_round", "6"), ["clients_per_round", "5", "6"]),
+    ],
+    ids=lambda v: v[0].strip("-") if v[0].startswith("-") else None,
+)
+def test_a_checkpoint_of_another_run_is_refused(flags, named, finished, tmp_path, capsys):
+    folder = tmp_path / "digits/fedavg-s0"
+    shutil.copytree(finished("fedavg").folder, folder)
+    (folder / "done").unlink()
+    before = contents(folder)
+    path = folder / "checkpoints/last.ckpt"
+    args = arguments("fit", "fedavg", tmp_path, "--ckpt_path", str(path))
+    if "fedmuon" in flags[1]:
+        args = [a for a in args if a not in ALGORITHMS["fedavg"] and a != "algorithm/fedavg"]
+        args = [a for i, a in enumerate(args) if a != "-c" or args[i + 1 : i + 2] != ["--threads"]]
+    capsys.readouterr()
+    assert main([*args, *flags]) == 2
+    (message,) = refusals(capsys)
+    assert all(word in message for word in [str(path), "does not fit", *named]), message
+    after = contents(folder)
+    assert before.items() <= after.items()
+    # TensorBoard opens its file before anything else; it has nothing to show.
+    assert all("tfevents" in name for name in after.keys() - before.keys())
+    events(folder)
+
+
+def test_a_run_is_not_overwritten(finished, tmp_path, capsys):
+    folder = tmp_path / "digits/fedavg-s0"
+    shutil.copytree(finished("fedavg").folder, folder)
+    before = contents(folder)
+    assert main(arguments("fit", "fedavg", tmp_path)) == 2
+    (message,) = refusals(capsys)
+    assert str(folder) in message
+    assert "--ckpt_path last" in message
+    assert contents(folder) == before
+
+
+# -- per-client state -------------------------------------------------------------------------------
+
+LIKE = {"a": [torch.zeros(3, 2), torch.zeros(())], "b": [torch.zeros(2, dtype=torch.bfloat16)]}
+CPU = torch.device("cpu")
+
+
+def values(clients, mark):
+    """State of some clients, different for every client and mark."""
+    base = torch.tensor([100.0 * mark + c for c in clients])
+    return {
+        name: [(base.view(-1, *[1] * t.ndim) + torch.zeros(t.shape)).to(t.dtype) for t in tensors]
+        for name, tensors in LIKE.items()
+    }
+
+
+def put(store, clients, mark):
+    store.put(clients, values(clients, mark))
+    store.commit()
+
+
+def holds(store, marks):
+    """Whether each client has the state of the mark named for it."""
+    expected = [values([c], m) for c, m in marks.items()]
+    found = [store.load([c], CPU) for c in marks]
+    return difference(expected, found) is None
+
+
+def test_store_starts_at_zero_and_keeps_dtypes(tmp_path):
+    store = ClientStore(tmp_path / "s", LIKE)
+    zero = store.load([5, 1], CPU)
+    assert [t.shape for t in zero["a"]] == [(2, 3, 2), (2,)]
+    assert not any(t.any() for tensors in zero.values() for t in tensors)
+    assert not (tmp_path / "s").exists()
+    put(store, [5, 1], 3)
+    # In the order asked for, not the order kept, and beside a client without any.
+    both = store.load([1, 7, 5], CPU)
+    assert both["b"][0].dtype == torch.bfloat16
+    assert both["a"][1].tolist() == [301.0, 0.0, 305.0]
+    assert holds(store, {1: 3, 5: 3})
+
+
+def test_store_without_state_writes_nothing(tmp_path):
+    store = ClientStore(tmp_path / "s", {})
+    store.put([1, 2], {})
+    assert store.load([1], CPU) == {}
+    store.discard()
+    store.commit()
+    assert not (tmp_path / "s").exists()
+
+
+def test_store_is_append_only(tmp_path):
+    store = ClientStore(tmp_path, LIKE)
+    known = {}
+    for mark in range(6):
+        put(store, [mark, mark + 1, 9], mark)
+        now = contents(tmp_path)
+        assert known.items() < now.items()
+        known = now
+
+
+def test_store_pending_is_given_up_or_committed(tmp_path):
+    store = ClientStore(tmp_path, LIKE)
+    put(store, [1, 2], 0)
+    store.put([2], values([2], 1))
+    store.discard()
+    assert holds(store, {1: 0, 2: 0})
+    store.put([2], values([2], 1))
+    store.commit()
+    assert holds(store, {1: 0, 2: 1})
+
+
+def test_store_grows_with_who_took_part(tmp_path):
+    store = ClientStore(tmp_path, LIKE)
+    size = 6 * 4 + 4 + 2 * 2
+    put(store, [10**9, 3], 0)
+    assert len(store) == 2
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) == 2 * size
+    for mark in range(1, 5):
+        put(store, [3], mark)
+        store.sweep([])
+    # One file for each of the two: that of the first round still has the big client's state.
+    assert len(store) == 2
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) == 3 * size
+    assert store.state_dict()["index"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_store_every_checkpoint_stays_exact(seed, tmp_path):
+    # Random histories of commits, checkpoints, sweeps, kills and steps back.
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda n: int(torch.randint(n, (), generator=rng))  # noqa: E731
+    store, marks = ClientStore(tmp_path, LIKE), {}
+    saved = []
+    for mark in range(40):
+        clients = torch.randperm(12, generator=rng)[: 1 + draw(4)].tolist()
+        put(store, clients, mark)
+        marks |= dict.fromkeys(clients, mark)
+        match draw(6):
+            case 0 | 1:
+                saved = [*saved, (store.state_dict(), dict(marks))][-3:]
+            case 2:
+                store.sweep(state for state, _ in saved)
+            case 3 if saved:  # killed, and resumed from any checkpoint there is
+                (tmp_path / "00000999.part").write_bytes(b"torn")
+                state, marks = saved[draw(len(saved))]
+                marks = dict(marks)
+                store = ClientStore(tmp_path, LIKE)
+                store.load_state_dict(state)
+        assert holds(store, marks)
+        for state, then in saved:
+            back = ClientStore(tmp_path, LIKE)
+            back.load_state_dict(state)
+            assert holds(back, then)
+    assert len(saved) == 3
+    store.sweep(state for state, _ in saved)
+    assert len(list(tmp_path.glob("*.bin"))) <= 4 * 12
+
+
+def test_store_moves_to_another_folder(tmp_path):
+    old = ClientStore(tmp_path / "old", LIKE)
+    put(old, [1, 2, 3], 0)
+    put(old, [2], 1)
+    state = old.state_dict()
+    new = ClientStore(tmp_path / "new", LIKE)
+    put(new, [7], 9)  # a file with the same name as one of the old folder
+    new.load_state_dict(state)
+    assert holds(new, {1: 0, 2: 1, 3: 0})
+    put(new, [3], 2)
+    shutil.rmtree(tmp_path / "old")
+    again = ClientStore(tmp_path / "new", LIKE)
+    again.load_state_dict(new.state_dict())
+    assert holds(again, {1: 0, 2: 1, 3: 2})
+
+
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_store_names_a_missing_file(damage, tmp_path):
+    store = ClientStore(tmp_path, LIKE)
+    put(store, [1], 0)
+    put(store, [2], 1)
+    (path,) = [p for p in tmp_path.iterdir() if int(p.stem) == 1]
+    if damage == "gone":
+        path.unlink()
+        with pytest.raises(MissingClientState, match=r"needs per-client state from .*missing"):
+            ClientStore(tmp_path, LIKE).load_state_dict(store.state_dict())
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    assert holds(store, {1: 0})
+    with pytest.raises(MissingClientState, match=r"client 2 .*00000001\.bin.* missing or too short"):
+        store.load([2], CPU)
+
+
+def test_checkpoint_reader_sees_client_state(finished):
+    # assert_same_run compares control variates by content.
+    state = checkpoint(finished("scaffold").folder)["callbacks"]["FederatedServer"]["clients"]
+    assert len(state) >= 5
+    assert all(t.any() for s in state.values() for t in s["c_i"])
