@@ -6,6 +6,9 @@ EXP ?= mnist5k
 ALG ?= fedmuon
 SEED ?= 0
 RUNS ?= runs
+# Optional: ROUNDS=5 shortens every run of a target, SEEDS="0 1" chooses its seeds.
+SWEEP = --root $(RUNS) \
+	$(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS)) $(if $(SEEDS),--seed $(SEEDS))
 # Tests run side by side, one thread each.
 export OMP_NUM_THREADS ?= 1
 
@@ -26,20 +29,21 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 install: $(VENV)/.installed ## Create .venv and install the project
 
 quickstart: $(VENV)/.installed ## Compare five methods on real digits: table, picture, TensorBoard
-	$(BIN)/fedmuon sweep quickstart --root $(RUNS)
+	$(BIN)/fedmuon sweep quickstart $(SWEEP)
 
 run: $(VENV)/.installed ## One run, resumed if it was interrupted: make run EXP=mnist5k ALG=fedmuon SEED=0
-	$(BIN)/fedmuon sweep --experiment $(EXP) --algorithm $(ALG) --seed $(SEED) --root $(RUNS)
+	$(BIN)/fedmuon sweep --experiment $(EXP) --algorithm $(ALG) $(SWEEP) --seed $(SEED)
 
 tensorboard: $(VENV)/.installed ## Curves of all methods of an experiment: make tensorboard EXP=mnist5k
 	$(BIN)/tensorboard --logdir $(RUNS)/$(EXP)
 
 readme: $(VENV)/.installed ## Regenerate the results table of README.md from the quickstart
-	$(BIN)/fedmuon sweep quickstart --root $(RUNS)
+	$(BIN)/fedmuon sweep quickstart $(SWEEP)
 	$(BIN)/fedmuon compare $(RUNS)/mnist5k --markdown README.md --section quickstart
 
 tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k on the validation split
 	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned
+	cp $(RUNS)/tuning/mnist5k/compare/grid.md docs/results/tune-mnist5k.md
 
 lint: $(VENV)/.installed-dev ## Style and types
 	$(BIN)/ruff check .

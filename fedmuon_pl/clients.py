@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-__all__ = ["ClientStack", "Forward", "LossFunction", "Tensors", "persistent_buffers", "trainable"]
+__all__ = [
+    "ClientStack",
+    "Forward",
+    "LossFunction",
+    "Tensors",
+    "persistent_buffers",
+    "side_by_side_fault",
+    "trainable",
+]
 
 Tensors = list[Tensor]
 """Tensors in the order of the network's trainable parameters."""
@@ -168,8 +176,52 @@ class ClientStack:
         return leaf_like.unsqueeze(0) if self.clients == 1 else leaf_like
 
 
+def side_by_side_fault(network: nn.Module, loss: LossFunction, batch: Any) -> str | None:  # noqa: ANN401
+    """Why clients cannot train side by side on this network, in words; None if they can.
+
+    Two clients make a forward and a backward one at a time, then side by side. Not every operation
+    has a rule for :func:`torch.vmap`, and not every rule is right.
+
+    Args:
+        network: The global model; it is not changed.
+        loss: ``loss(network, batch)`` of one client.
+        batch: A pytree of tensors ``(2, B, ...)``: a few samples of each client.
+    """
+    x = [p.detach() for p in trainable(network).values()]
+    buffers = dict(network.named_buffers())
+    cuda = x[0].is_cuda
+    with torch.random.fork_rng([x[0].device] if cuda else []):
+        before = torch.cuda.get_rng_state(x[0].device) if cuda else torch.get_rng_state()
+        alone = ClientStack(network, 1)
+        expected = []
+        for c in range(2):
+            alone.load(x, buffers)
+            alone.zero_grad()
+            alone.losses(loss, tree_map(lambda t, c=c: t[c : c + 1], batch)).sum().backward()  # type: ignore[no-untyped-call]
+            expected.append(alone.gradients())
+        after = torch.cuda.get_rng_state(x[0].device) if cuda else torch.get_rng_state()
+    if not torch.equal(before, after):
+        return (
+            "the network's forward draws random numbers (dropout?), which would depend on the block"
+        )
+    both = ClientStack(network, 2)
+    both.load(x, buffers)
+    try:
+        both.losses(loss, batch).sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as e:
+        why = str(e).partition("\n")[0].rstrip(". ")
+        return f"the network's forward cannot run side by side ({why})"
+    wanted = [torch.cat(pair) for pair in zip(*expected, strict=True)]
+    # A wrong rule is off by far more; rounding, in TF32 and through BatchNorm too, by far less.
+    slack = 1e-3 * float(torch.stack([w.norm() for w in wanted]).norm())
+    for name, mine, theirs in zip(both.names, both.gradients(), wanted, strict=True):
+        if float((mine - theirs).norm()) > 0.05 * float(theirs.norm()) + slack:
+            return f"the gradient of {name} would differ from that of one client at a time"
+    return None
+
+
 def _cut_padding_gradient(module: nn.Embedding) -> None:
-    """Does by hand what ``padding_idx`` does: vmap gives the padding's row a gradient (torch 2.14)."""
+    """Does by hand what ``padding_idx`` does: under vmap its row gets a gradient (torch 2.14)."""
     padding, module.padding_idx = module.padding_idx, None
 
     def hook(_: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:  # noqa: ANN401

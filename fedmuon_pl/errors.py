@@ -12,4 +12,4 @@ class ConfigError(FedMuonError, ValueError):
 
 
 class NonFiniteUpdate(FedMuonError, RuntimeError):
-    """A client's loss or weights became infinite or not-a-number."""
+    """A client's loss, weights or buffers became infinite or not-a-number."""

@@ -8,11 +8,10 @@ import torch
 from pytorch_lightning import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torchmetrics import MetricCollection
 
 from .algorithms.base import Algorithm
-from .clients import ClientStack, Tensors, trainable
+from .clients import ClientStack, Tensors, side_by_side_fault, trainable
 from .data.datamodule import FederatedDataModule
 from .data.partition import IntArray
 from .errors import ConfigError
@@ -20,6 +19,7 @@ from .optim.orthogonalize import autocast_off
 from .schedules import Constant, Schedule
 from .seeding import derive, numpy_rng
 from .server.callback import FederatedServer, RoundPlan
+from .server.checkpointing import keep_best
 from .server.progress import RoundProgressBar
 from .server.roundlog import RoundLog, find
 from .tasks import Task
@@ -51,7 +51,7 @@ class FederatedModule(LightningModule):
             global norm at every local step; None for no clipping.
         clients_at_once: How many clients train side by side: a number, or ``"auto"`` for one on a
             CPU and the whole cohort on an accelerator (one if the forward draws random numbers,
-            as dropout does, since they would depend on the block).
+            as dropout does, since they would depend on the block, or cannot run side by side).
         seed: The run's seed: x^0, cohorts, batches and dropout follow from it. The CLI links it to
             ``seed_everything``.
 
@@ -93,7 +93,7 @@ class FederatedModule(LightningModule):
         self.lr_schedule = lr_schedule or Constant()
         self.client_clip_norm = client_clip_norm
         self.clients_at_once = clients_at_once
-        self.seed = seed
+        self.seed = int(seed)  # a plain one: a parser may hand over a subclass
         self.network = task.build_network(seed)
         if not trainable(self.network):
             raise ConfigError("the network has no trainable parameter")
@@ -129,6 +129,7 @@ class FederatedModule(LightningModule):
         trainer = self._trainer
         if trainer is not None and trainer.state.fn == "fit":
             self.server.check_checkpoint(trainer, self, checkpoint)
+            keep_best(trainer, checkpoint)
 
     def on_fit_start(self) -> None:
         """Places the data and allocates the client stack, once the model is on its device."""
@@ -215,7 +216,7 @@ class FederatedModule(LightningModule):
             lr_factor=plan.lr_factor,
             client_state=state,
         )
-        torch.manual_seed(derive(self.seed, "forward", plan.round, *clients))
+        self._seed_forward(derive(self.seed, "forward", plan.round, *clients))
         losses = []
         for step in zip(*batches, strict=True):
             indices = torch.stack([torch.from_numpy(samples) for samples in step])
@@ -235,44 +236,34 @@ class FederatedModule(LightningModule):
             uploads = algorithm.end(run)
         self.server.receive(run, uploads, torch.stack(losses), stack.buffers)
 
+    def _seed_forward(self, seed: int) -> None:
+        # On a CPU the same as torch.manual_seed without the other devices, which cost 3 ms a call.
+        cpu = self.device.type == "cpu"
+        (torch.default_generator.manual_seed if cpu else torch.manual_seed)(seed)
+
     def _advance(self, clients: int) -> None:
         bar = self.trainer.progress_bar_callback
         if isinstance(bar, RoundProgressBar):
             bar.advance_clients(clients)
 
     def _resolve_clients_at_once(self, device: torch.device) -> int:
-        cohort = self.server.cohort_size
-        if self.clients_at_once == 1 or (self.clients_at_once == "auto" and device.type == "cpu"):
+        asked, cohort = self.clients_at_once, self.server.cohort_size
+        if asked == 1 or cohort == 1 or (asked == "auto" and device.type == "cpu"):
             return 1
-        if not self.algorithm.local.elementwise and self.clients_at_once == "auto":
+        fault = self._side_by_side_fault()
+        if fault is None:
+            return cohort if asked == "auto" else min(asked, cohort)
+        if asked == "auto":
             return 1
-        if self._draws_random_numbers():
-            if self.clients_at_once == "auto":
-                return 1
-            raise ConfigError(
-                f"model.clients_at_once={self.clients_at_once}: the network's forward draws random "
-                f"numbers (dropout?), which would depend on the block; use 1"
-            )
-        return cohort if self.clients_at_once == "auto" else min(self.clients_at_once, cohort)
+        raise ConfigError(f"model.clients_at_once={asked}: {fault}; use 1")
 
-    def _draws_random_numbers(self) -> bool:
-        """Whether a forward in training mode touches the random state."""
-        probe = ClientStack(self.network, 1)
-        probe.load(
-            [p.detach() for p in trainable(self.network).values()],
-            dict(self.network.named_buffers()),
-        )
+    def _side_by_side_fault(self) -> str | None:
+        if not self.algorithm.local.elementwise:
+            return "the local optimiser couples the elements of a tensor"
         client = int(self.server.candidates[0])
-        samples = torch.from_numpy(self.data.partition[client][:2].astype("int64"))
-        batch = tree_map(
-            lambda t: t.unsqueeze(0), self.data.gather(samples.repeat(2).to(self.device))
-        )
-        on_gpu = self.device.type == "cuda"
-        with torch.random.fork_rng([self.device] if on_gpu else []), torch.no_grad():
-            before = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
-            probe.losses(self.task.loss, batch)
-            after = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
-        return not torch.equal(before, after)
+        samples = torch.from_numpy(self.data.partition[client][:8].astype("int64"))
+        batch = self.data.gather(samples.repeat(8)[:8].view(2, 4).to(self.device))
+        return side_by_side_fault(self.network, self.task.loss, batch)
 
     # -- evaluation ---------------------------------------------------------------------------
 
@@ -317,7 +308,8 @@ class FederatedModule(LightningModule):
             if by_class is not None:
                 values |= self._client_accuracy(by_class)
         self._evaluation = values
-        self.log_dict(values, logger=False, prog_bar=False)
+        # In fit, RoundLog writes; the other commands print a table of what is "logged".
+        self.log_dict(values, logger=self.trainer.state.fn != "fit")
 
     def _client_accuracy(self, by_class: Tensor) -> dict[str, float]:
         """Per-class test accuracy weighted by each client's label shares."""

@@ -123,14 +123,17 @@ class LanguageModelling(Task):
         self.vocabulary = vocabulary
         self.ignore_index = ignore_index
 
-    def _logits_targets(self, network: Forward, batch: Tensor) -> tuple[Tensor, Tensor]:
-        logits = network(batch[:, :-1])
-        return logits.flatten(0, 1), batch[:, 1:].flatten()
+    def _forward(self, network: Forward, batch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits, targets, their number without ignored ones, and the mean loss over these."""
+        logits, targets = network(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        count = (targets != self.ignore_index).sum()
+        total = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum")
+        # A batch of nothing but ignored tokens has the loss 0, not 0/0.
+        return logits, targets, count, total / count.clamp(min=1)
 
     def loss(self, network: Forward, batch: Tensor) -> Tensor:
         """Mean cross-entropy over the targets."""
-        logits, targets = self._logits_targets(network, batch)
-        return F.cross_entropy(logits, targets, ignore_index=self.ignore_index)
+        return self._forward(network, batch)[-1]
 
     def metrics(self) -> MetricCollection:
         """``acc`` and ``loss`` in nats, both means over target tokens."""
@@ -141,8 +144,6 @@ class LanguageModelling(Task):
 
     def evaluate(self, network: Forward, batch: Tensor, metrics: MetricCollection) -> None:
         """See :class:`Task`."""
-        logits, targets = self._logits_targets(network, batch)
-        count = (targets != self.ignore_index).sum()
-        total = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum")
-        metrics["loss"].update(total / count.clamp(min=1), weight=count)
+        logits, targets, count, loss = self._forward(network, batch)
+        metrics["loss"].update(loss, weight=count)
         metrics["acc"].update(logits, targets)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse.typing import NonNegativeInt
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -42,7 +43,7 @@ class _SaveRunConfig(SaveConfigCallback):
         self.config.model.clients_at_once = pl_module.engine()["clients_at_once"]
         path = run_folder(trainer) / self.config_filename
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=False)
+        self.parser.save(self.config, str(path), skip_unset=False, overwrite=True, multifile=False)
 
 
 class FederatedCLI(LightningCLI):
@@ -81,7 +82,7 @@ class FederatedCLI(LightningCLI):
         """One seed for the run."""
         parser.add_argument(
             "--seed_everything",
-            type=int,
+            type=NonNegativeInt,
             default=0,
             help="The run's seed: x^0, cohorts, batches, dropout. The partition has its own.",
         )
@@ -108,8 +109,6 @@ class FederatedCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Checks what can be checked early, and names the run's folder."""
         config = self.config[self.subcommand]
-        if config.seed_everything < 0:
-            raise ConfigError(f"seed_everything={config.seed_everything}: must not be negative")
         if config.threads is not None and config.threads < 1:
             raise ConfigError(f"threads={config.threads}: must be at least 1")
         check_trainer_config(config.trainer.as_dict())
@@ -212,5 +211,10 @@ def _quieten() -> None:
     """Warnings that are known to be false here, each with its reason."""
     # Lightning calls a jsonargparse method that was renamed; nothing a user can do.
     warnings.filterwarnings("ignore", message=r"(?s).*instantiate_classes.*deprecated")
+    warnings.filterwarnings("ignore", message=r"(?s).*one JsonargparseDeprecationWarning per type")
+    # A resumed run goes on in its own folder; other runs are refused there.
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    # Rounds before the first validation (trainer.check_val_every_n_epoch); later Lightning raises.
+    warnings.filterwarnings("ignore", message=".*could not find the monitored key")
     # The arguments come from main(), also in tests and notebooks.
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")

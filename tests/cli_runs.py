@@ -2,8 +2,10 @@
 
 import csv
 import functools
+import multiprocessing
 import os
 import signal
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,14 +128,35 @@ def interrupted(round, blocks=2, act=None):
         yield
 
 
-def main_killed_in_round(args):
-    """For a process of its own: SIGKILL of its whole group in the middle of round ``args[0]``."""
+# -- processes of their own --------------------------------------------------------------------------
+
+# A fresh interpreter, not a fork of this one, imports everything once and is the parent of all.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["fedmuon_pl.training", "cli_runs"])
+
+
+def in_a_process(function, *args):
+    """Calls a function of this module in a new process; returns the exit status."""
+    process = _PROCESSES.Process(target=function, args=args)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def run_main(args):
+    """The command as a process."""
+    sys.exit(main(args))
+
+
+def run_main_until_killed(args, round):
+    """The same, with SIGKILL for the whole process group in the middle of a round."""
+    os.setsid()
 
     def kill(_):
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
-    with interrupted(int(args[0]), act=kill):
-        return main(args[1:])
+    with interrupted(round, act=kill):
+        main(args)
 
 
 # -- reading a run ----------------------------------------------------------------------------------
@@ -174,6 +197,8 @@ def checkpoint(folder, name="last"):
     saved = load(folder / "checkpoints" / f"{name}.ckpt")
     for state in saved["callbacks"].values():
         state.pop("dirpath", None)
+        # Lightning does not restore it, and nothing reads it.
+        state.pop("current_score", None)
         for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
             if key in state:
                 state[key] = Path(state[key]).name

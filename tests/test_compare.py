@@ -313,7 +313,7 @@ def test_the_shipped_plans_are_valid(name: str) -> None:
         assert all(entry.tuned and not entry.grid for entry in shipped.entries)
         assert shipped.seeds == [0, 1, 2]
     else:
-        assert {len(entry.points()) for entry in shipped.entries} == {9}
+        assert {len(entry.points()) for entry in shipped.entries} == {6}
         assert not set(shipped.seeds) & {0, 1, 2}
         assert shipped.root != "runs"
 

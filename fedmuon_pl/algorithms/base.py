@@ -337,13 +337,16 @@ class Algorithm:
         return run
 
     def _members(self, stack: ClientStack) -> list[Member]:
-        key = tuple(id(leaf) for leaf in stack.leaves)
-        if key not in self._built:
-            if stack.clients > 1 and not self.local.elementwise:
+        if not self.local.elementwise:
+            if stack.clients > 1:
                 raise ValueError(
                     f"{self.name}: its local optimiser couples the elements of a tensor, so that "
                     f"clients cannot train side by side; set clients_at_once=1"
                 )
+            # One that we do not know may keep something beside its state; it is built anew.
+            return self.local.build(stack.leaves, client_axis=False)
+        key = tuple(id(leaf) for leaf in stack.leaves)
+        if key not in self._built:
             self._built[key] = self.local.build(stack.leaves, stack.clients > 1)
         return self._built[key]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -102,7 +103,16 @@ def _sweep_parser() -> argparse.ArgumentParser:
     named = parser.add_argument_group("instead of a plan", "each with its tuned YAML, if any")
     named.add_argument("--experiment", nargs="+", metavar="E", help="names in configs/experiment")
     named.add_argument("--algorithm", nargs="+", metavar="A", help="names in configs/algorithm")
-    named.add_argument("--seed", nargs="+", type=int, metavar="S", help="seeds (default: 0)")
+    parser.add_argument(
+        "--seed", nargs="+", type=int, metavar="S", help="seeds (default: the plan's; 0 without)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a flag for every run, such as trainer.max_epochs=2; may be repeated",
+    )
     parser.add_argument("--root", help="folder for the runs (default: the plan's, usually runs)")
     parser.add_argument(
         "--jobs",
@@ -140,20 +150,32 @@ def sweep_main(args: list[str]) -> int:
 def _plan(options: argparse.Namespace) -> Plan:
     """The plan that is named, or one of the experiments, algorithms and seeds that are."""
     named = (options.experiment, options.algorithm)
-    given = [value is not None for value in (*named, options.seed)]
-    if options.plan is not None and not any(given):
-        return load_plan(options.plan)
-    if options.plan is not None or None in named:
+    if (options.plan is None) == (named == (None, None)) or (
+        options.plan is None and None in named
+    ):
         raise ConfigError("name a plan, or --experiment and --algorithm")
-    return parse_plan(
-        {
-            "name": "command-line",
-            "experiments": options.experiment,
-            "algorithms": options.algorithm,
-            "seeds": options.seed or [0],
-            "tuned": "auto",
-        }
-    )
+    if options.plan is not None:
+        plan = load_plan(options.plan)
+    else:
+        plan = parse_plan(
+            {
+                "name": "command-line",
+                "experiments": options.experiment,
+                "algorithms": options.algorithm,
+                "seeds": [0],
+                "tuned": "auto",
+            }
+        )
+    overrides = dict(_setting(text) for text in options.set)
+    seeds = list(dict.fromkeys(options.seed)) if options.seed else plan.seeds
+    return dataclasses.replace(plan, seeds=seeds, set={**plan.set, **overrides})
+
+
+def _setting(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ConfigError(f"--set takes KEY=VALUE, such as trainer.max_epochs=2, not {text!r}")
+    return key, yaml.safe_load(value)
 
 
 def _sweep(options: argparse.Namespace) -> int:

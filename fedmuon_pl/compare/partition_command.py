@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import Namespace
 from rich.console import Console
@@ -39,7 +38,7 @@ def partition_main(args: list[str]) -> int:
     parser.add_argument("--rows", type=int, default=20, help="Clients listed in the table.")
     for key in _IGNORED:
         # A run's configuration has more than data; the rest does not matter here.
-        parser.add_argument(f"--{key}", type=Any, help="==SUPPRESS==")
+        parser.add_argument(f"--{key}", type=dict | int | str | None, help="==SUPPRESS==")
     config = parser.parse_args(args)
     try:
         return _show(parser, config)

@@ -58,7 +58,7 @@ class FederatedServer(Callback):
             have data (``1`` is one client, ``1.0`` all of them).
         weighting: Weight of a client in every average: ``"uniform"`` 1/S, or ``"samples"``
             n_i / sum n, by its number of training samples.
-        on_nonfinite: What to do with a client whose loss or weights become infinite or
+        on_nonfinite: What to do with a client whose loss, weights or buffers become infinite or
             not-a-number: ``"stop"`` the run, or ``"drop"`` its update from the round and count it
             in ``fed/clients_dropped``.
 
@@ -184,13 +184,15 @@ class FederatedServer(Callback):
             buffers: The clients' buffers, each ``(C, *shape)``.
 
         Raises:
-            NonFiniteUpdate: If a client's loss or weights are not finite and the policy is to stop.
+            NonFiniteUpdate: If a client's loss, weights or buffers are not finite and the policy is
+                to stop.
         """
         displacement = run.displacement()
         measured = self.diagnostics.measure(displacement, losses)
+        sound = self._sound_buffers(buffers, len(run.clients))
         weights = [self._weight(c) for c in run.clients]
         for c, client in enumerate(run.clients):
-            if not measured.finite[c]:
+            if not (measured.finite[c] and sound[c]):
                 self._refuse(run, client, losses[:, c])
                 weights[c] = 0
         ones = [int(w > 0) for w in weights]
@@ -213,13 +215,22 @@ class FederatedServer(Callback):
     def _weight(self, client: int) -> int:
         return 1 if self.weighting == "uniform" else len(self.data.partition[client])
 
+    def _sound_buffers(self, buffers: Mapping[str, Tensor], clients: int) -> list[bool]:
+        """Whether each client's float buffers are finite where the global model's are."""
+        if not self._float_buffers:
+            return [True] * clients
+        theirs = torch.cat([buffers[n].flatten(1) for n in self._float_buffers], 1)
+        ours = torch.cat([self._buffers[n].flatten() for n in self._float_buffers])
+        sound: list[bool] = (theirs.isfinite() | ~ours.isfinite()).all(1).tolist()
+        return sound
+
     def _refuse(self, run: LocalRun, client: int, losses: Tensor) -> None:
         bad = (~losses.isfinite()).nonzero()
         if len(bad):
             k = int(bad[0])
-            what = f"the training loss became {losses[k].item()} at local step {k}"
+            what = f"the training loss became {losses[k].item()} at local step {k + 1}"
         else:
-            what = "the weights became infinite or not-a-number at the last local step"
+            what = "weights or buffers were infinite or not-a-number after the last local step"
         if self.on_nonfinite == "stop":
             raise NonFiniteUpdate(
                 f"round {run.round}, client {client}: {what} of {run.steps}; lower the learning "

@@ -56,8 +56,8 @@ def check_trainer_config(trainer: Mapping[str, Any]) -> None:
         )
     if get("accumulate_grad_batches", 1) != 1:
         refuse("accumulate_grad_batches", get("accumulate_grad_batches"), "raise data.batch_size")
-    for key in ("limit_train_batches", "overfit_batches"):
-        if get(key) not in (None, 0, 0.0, 1.0) or (key[0] == "l" and get(key) == 0):
+    for key, harmless in (("limit_train_batches", 1), ("overfit_batches", 0)):
+        if get(key) not in (None, harmless):
             refuse(
                 key, get(key), "one training batch is a whole round; use server.clients_per_round"
             )

@@ -8,7 +8,7 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 
 from .callback import FederatedServer
-from .roundlog import RoundLog, find
+from .roundlog import find
 
 __all__ = ["RoundProgressBar"]
 
@@ -39,10 +39,7 @@ class RoundProgressBar(TQDMProgressBar):
         bar.set_description(
             f"round {trainer.current_epoch + 1}/{trainer.max_epochs}", refresh=False
         )
-        history = find(trainer, RoundLog).history
-        accuracy = next((row["val/acc"] for row in reversed(history) if "val/acc" in row), None)
-        if accuracy is not None:
-            bar.set_postfix_str(f"val/acc {accuracy:.4f}", refresh=False)
+        bar.set_postfix(self.get_metrics(trainer), refresh=False)
 
     def advance_clients(self, clients: int) -> None:
         """A block of clients is done; called by the module."""
@@ -60,6 +57,7 @@ class RoundProgressBar(TQDMProgressBar):
         if self._train_progress_bar is not None:
             self._train_progress_bar.close()
 
-    def get_metrics(self, *_: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Nothing beside what :meth:`on_train_epoch_start` shows."""
-        return {}
+    def get_metrics(self, trainer: Trainer, *_: Any) -> dict[str, Any]:  # noqa: ANN401
+        """The last validation accuracy, where the task has one."""
+        accuracy = trainer.callback_metrics.get("val/acc")
+        return {} if accuracy is None else {"val/acc": f"{accuracy:.4f}"}
