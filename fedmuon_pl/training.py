@@ -11,6 +11,7 @@ from jsonargparse.typing import NonNegativeInt
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 # Imported so that a configuration can name their classes without a module.
@@ -171,7 +172,9 @@ class FederatedCLI(LightningCLI):
         return built
 
     def _loggers(self, given: Any) -> Any:  # noqa: ANN401
-        if given is False or self.subcommand != "fit":
+        if self.subcommand != "fit":
+            return DummyLogger()  # nothing is written, and the results are printed
+        if given is False:
             return False
         if given in (None, True):
             given = [
