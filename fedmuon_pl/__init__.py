@@ -7,9 +7,17 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "Algorithm": "algorithms",
+    "FedACG": "algorithms",
+    "FedAdagrad": "algorithms",
     "FedAdam": "algorithms",
     "FedAvg": "algorithms",
+    "FedAvgM": "algorithms",
+    "FedCM": "algorithms",
+    "FedDyn": "algorithms",
     "FedMuon": "algorithms",
+    "FedNova": "algorithms",
+    "FedProx": "algorithms",
+    "FedYogi": "algorithms",
     "LocalMuon": "algorithms",
     "Scaffold": "algorithms",
     "Classification": "tasks",

@@ -20,6 +20,7 @@ from .schedules import Constant, Schedule
 from .seeding import derive, numpy_rng
 from .server.callback import FederatedServer, RoundPlan
 from .server.checkpointing import keep_best
+from .server.checks import check_trainer
 from .server.progress import RoundProgressBar
 from .server.roundlog import RoundLog, find
 from .tasks import Task
@@ -109,6 +110,9 @@ class FederatedModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Adds the round's log where the Trainer has none."""
+        if self.trainer.state.fn == "fit":
+            # Here, before Lightning refuses some of it in other words, or waits for other nodes.
+            check_trainer(self.trainer)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         return [] if any(isinstance(c, RoundLog) for c in callbacks) else [RoundLog()]
 

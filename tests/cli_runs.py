@@ -17,6 +17,7 @@ from fedmuon_pl.cli import main
 from fedmuon_pl.data.datamodule import FederatedDataModule
 from fedmuon_pl.server.callback import FederatedServer
 from fedmuon_pl.server.state import ClientStore
+from fedmuon_pl.training import FederatedCLI
 
 # With these rates the accuracies of SCAFFOLD and FedAvg go up and down: best.ckpt is not last.ckpt.
 ALGORITHMS = {
@@ -102,6 +103,22 @@ def watched():
         patched(FederatedDataModule, "client_batches", client_batches),
     ):
         yield seen
+
+
+def trainer_of(args):
+    """Runs a command and returns the Trainer that did it."""
+    made = []
+
+    def init(original):
+        def call(self, args):
+            made.append(self)
+            original(self, args)
+
+        return call
+
+    with patched(FederatedCLI, "__init__", init):
+        assert main(args) == 0
+    return made[0].trainer
 
 
 class Interruption(BaseException):
@@ -217,7 +234,7 @@ def client_state(folder, server):
     clients = server["clients"]["index"][:, 0].tolist()
     shapes = server["algorithm"].get("control_variates", {}).get("c", [])
     store = ClientStore(folder / "client_state", {"c_i": shapes} if shapes else {})
-    store.load_state_dict(server["clients"])
+    store.load_state_dict(server["clients"], folder / "client_state")
     return {c: store.load([c], torch.device("cpu")) for c in clients}
 
 
@@ -237,7 +254,7 @@ def difference(a, b, at="checkpoint"):
     if isinstance(a, torch.Tensor):
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         return None if same else f"{at}: {a} and {b}"
-    return None if a == b or a != a and b != b else f"{at}: {a!r} and {b!r}"
+    return None if a == b or (a != a and b != b) else f"{at}: {a!r} and {b!r}"
 
 
 def assert_same_run(folder, other, rounds=ROUNDS):

@@ -10,8 +10,21 @@ import reference
 import torch
 from federation import TinyNet, federate
 
-from fedmuon_pl import FedAdam, FedAvg, FedMuon, LocalMuon, Scaffold
-from fedmuon_pl.optim.adaptive import AdaptiveServer
+from fedmuon_pl import (
+    FedACG,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedCM,
+    FedDyn,
+    FedMuon,
+    FedNova,
+    FedProx,
+    FedYogi,
+    LocalMuon,
+    Scaffold,
+)
 from fedmuon_pl.schedules import Cosine
 
 SGD = torch.optim.SGD
@@ -44,7 +57,7 @@ METHODS = {
         {"lr": 0.02, "weight_decay": 0.1},
     ),
     "fedavgm": (
-        partial(FedAvg, 0.3, server=partial(SGD, lr=0.5, momentum=0.8)),
+        partial(FedAvgM, 0.3, server_lr=0.5, server_momentum=0.8),
         reference.fedavgm,
         {"lr": 0.3, "server_lr": 0.5, "beta": 0.8},
     ),
@@ -54,14 +67,38 @@ METHODS = {
         {"lr": 0.3, "server_lr": 0.03},
     ),
     "fedyogi": (
-        partial(FedAvg, 0.3, server=partial(AdaptiveServer, kind="yogi", lr=0.03)),
+        partial(FedYogi, 0.3, server_lr=0.03),
         reference.fedyogi,
         {"lr": 0.3, "server_lr": 0.03},
     ),
     "fedadagrad": (
-        partial(FedAvg, 0.3, server=partial(AdaptiveServer, kind="adagrad", lr=0.03)),
+        partial(FedAdagrad, 0.3, server_lr=0.03, beta1=0.9),
         reference.fedadagrad,
         {"lr": 0.3, "server_lr": 0.03, "beta1": 0.9},
+    ),
+    "fedprox": (partial(FedProx, 0.3, mu=0.5), reference.fedprox, {"lr": 0.3, "mu": 0.5}),
+    "feddyn": (
+        partial(FedDyn, 0.2, alpha=0.3),
+        reference.feddyn,
+        {"lr": 0.2, "alpha": 0.3, "population": 5},
+        {"dynamic_regularisation.h": "h"},
+    ),
+    "fednova": (
+        partial(FedNova, 0.1, momentum=0.9, nesterov=True),
+        reference.fednova,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    ),
+    "fedcm": (
+        partial(FedCM, 0.3, alpha=0.2),
+        reference.fedcm,
+        {"lr": 0.3, "alpha": 0.2},
+        {"client_momentum.delta": "delta"},
+    ),
+    "fedacg": (
+        partial(FedACG, 0.2, lam=0.7, beta=0.1),
+        reference.fedacg,
+        {"lr": 0.2, "lam": 0.7, "beta": 0.1},
+        {"accelerated_start.momentum": "momentum"},
     ),
     "scaffold": (
         partial(Scaffold, 0.3),

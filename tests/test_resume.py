@@ -432,7 +432,7 @@ def test_store_grows_with_who_took_part(tmp_path):
     # One file for each of the two: that of the first round still has the big client's state.
     assert len(store) == 2
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) == 3 * size
-    assert store.state_dict()["index"].shape == (2, 3)
+    assert store.state_dict()["index"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -483,7 +483,22 @@ def test_store_moves_to_another_folder(tmp_path):
     assert holds(again, {1: 0, 2: 1, 3: 2})
 
 
-@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_store_never_takes_a_file_of_another_run(tmp_path):
+    mine, other = ClientStore(tmp_path / "mine", LIKE), ClientStore(tmp_path / "other", LIKE)
+    for mark in range(3):
+        put(mine, [1, 2], mark)
+        put(other, [1, 2], mark + 10)
+    state = mine.state_dict()
+    # The checkpoint was copied into another run's folder, which has files of the same names.
+    back = ClientStore(tmp_path / "other", LIKE)
+    back.load_state_dict(state, beside=tmp_path / "other")
+    assert holds(back, {1: 2, 2: 2})
+    shutil.rmtree(tmp_path / "mine")
+    with pytest.raises(MissingClientState, match="resume it in the folder of its run"):
+        ClientStore(tmp_path / "new", LIKE).load_state_dict(state, beside=tmp_path / "other")
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "changed"])
 def test_store_names_a_missing_file(damage, tmp_path):
     store = ClientStore(tmp_path, LIKE)
     put(store, [1], 0)
@@ -493,10 +508,12 @@ def test_store_names_a_missing_file(damage, tmp_path):
         path.unlink()
         with pytest.raises(MissingClientState, match=r"needs per-client state from .*missing"):
             ClientStore(tmp_path, LIKE).load_state_dict(store.state_dict())
-    else:
+    elif damage == "short":
         path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.write_bytes(b"?" + path.read_bytes()[1:])
     assert holds(store, {1: 0})
-    with pytest.raises(MissingClientState, match=r"client 2 .*00000001\.bin.* missing or too short"):
+    with pytest.raises(MissingClientState, match=r"client 2 .*00000001\.bin.* missing, cut short"):
         store.load([2], CPU)
 
 

@@ -1,9 +1,29 @@
 """Federated methods, one file each; :mod:`fedmuon_pl.algorithms.base` is their interface."""
 
 from .base import Algorithm
-from .fedadam import FedAdam
+from .fedacg import FedACG
 from .fedavg import FedAvg
+from .fedcm import FedCM
+from .feddyn import FedDyn
 from .fedmuon import FedMuon, LocalMuon
+from .fednova import FedNova
+from .fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from .fedprox import FedProx
 from .scaffold import Scaffold
 
-__all__ = ["Algorithm", "FedAdam", "FedAvg", "FedMuon", "LocalMuon", "Scaffold"]
+__all__ = [
+    "Algorithm",
+    "FedACG",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedCM",
+    "FedDyn",
+    "FedMuon",
+    "FedNova",
+    "FedProx",
+    "FedYogi",
+    "LocalMuon",
+    "Scaffold",
+]

@@ -232,12 +232,20 @@ class Mechanism:
         return None
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """At the round's end: new server state from the averaged upload.
+        """At the round's end, before the server's step: new server state from the averaged upload.
 
         Args:
             mean: The mean over the cohort of what :meth:`end` returned, in float64.
             cohort_size: S, the clients whose updates were accepted.
         """
+
+    def server_direction(self, displacement: Tensors) -> Tensors:
+        """After :meth:`aggregate`: what the server steps along, in place of the mean displacement.
+
+        Args:
+            displacement: sum_i w_i (x_i^{K_i} - x^r), in float64, not to be changed in place.
+        """
+        return displacement
 
 
 class Algorithm:
@@ -368,11 +376,19 @@ class Algorithm:
         uploads = {m.name: m.end(run) for m in self.mechanisms}
         return {name: upload for name, upload in uploads.items() if upload is not None}
 
-    def aggregate(self, means: Mapping[str, Tensors], cohort_size: int) -> None:
-        """New server state of every mechanism from the averaged uploads."""
+    def aggregate(self, means: Mapping[str, Tensors], cohort_size: int) -> Tensors:
+        """New server state of every mechanism, and what the server steps along.
+
+        Args:
+            means: The averaged uploads by mechanism, and the mean ``"displacement"``; in float64.
+            cohort_size: S, the clients whose updates were accepted.
+        """
+        direction = means["displacement"]
         for mechanism in self.mechanisms:
             if mechanism.name in means:
                 mechanism.aggregate(means[mechanism.name], cohort_size)
+            direction = mechanism.server_direction(direction)
+        return direction
 
     def download(self) -> Tensors:
         """What a client receives beside x^r and the buffers."""

@@ -174,6 +174,17 @@ def positive(name: str, value: float) -> float:
     return value
 
 
+def not_negative(name: str, value: float) -> float:
+    """Returns the value.
+
+    Raises:
+        ValueError: If it is negative or not finite.
+    """
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value}: must be finite and not negative")
+    return value
+
+
 def _unwrap(factory: OptimizerFactory) -> tuple[type[Optimizer], dict[str, Any]]:
     """The optimiser's class and keywords out of a class, a partial, or a CLI factory."""
     keywords: dict[str, Any] = {}

@@ -263,14 +263,14 @@ class FederatedServer(Callback):
             raise NonFiniteUpdate(f"round {r}: no client of the cohort sent a finite update")
         means = self._sums.means()
         before = [x.clone() for x in self.plan.x0]
-        for p, mean in zip(self._server_params, means["displacement"], strict=True):
-            p.grad = -mean.to(p.dtype)
+        direction = module.algorithm.aggregate(means, self._accepted)
+        for p, d in zip(self._server_params, direction, strict=True):
+            p.grad = -d.to(p.dtype)
         optimizer: Any = module.optimizers()
         optimizer.step()
         for p in self._server_params:
             p.grad = None
         mean_buffers(self._sums, self._counters, self._buffers)
-        module.algorithm.aggregate(means, self._accepted)
         self.store.commit()
         down = [*self.plan.x0, *self._buffers.values(), *module.algorithm.download()]
         self._bytes[1] = cohort_size * _nbytes(down)

@@ -74,7 +74,8 @@ def check_trainer_config(trainer: Mapping[str, Any]) -> None:
     if not (
         strategy in (None, "auto", "single_device") or isinstance(strategy, SingleDeviceStrategy)
     ):
-        refuse("strategy", strategy, f"{several}; leave it at auto")
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        refuse("strategy", name, f"{several}; leave it at auto")
 
 
 def check_trainer(trainer: Trainer) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class ClientStore:
 
     A file is never changed after it was written. A checkpoint keeps the index only, so that a
     kill between two checkpoints, and going back to an older checkpoint, both find what they need.
+    The index has a checksum of each client's state: a file of another run is never taken for it.
     Memory and disk follow the clients that took part, not those that exist.
 
     Args:
@@ -39,8 +41,8 @@ class ClientStore:
         self.folder = folder
         self._like = {k: [(t.shape, t.dtype) for t in v] for k, v in like.items()}
         self._size = sum(t.numel() * t.element_size() for v in like.values() for t in v)
-        self._index: dict[int, tuple[int, int]] = {}
-        """Client -> (file number, position in it)."""
+        self._index: dict[int, tuple[int, int, int]] = {}
+        """Client -> (file number, position in it, CRC-32)."""
         self._pending: dict[int, bytes] = {}
 
     def __len__(self) -> int:
@@ -67,17 +69,22 @@ class ClientStore:
             return self._pending[client]
         if client not in self._index:
             return bytes(self._size)
-        number, position = self._index[client]
-        path = self._path(number)
+        assert self.folder is not None
+        return self._stored(self.folder, client)
+
+    def _stored(self, folder: Path, client: int) -> bytes:
+        number, position, checksum = self._index[client]
+        path = folder / _name(number)
         try:
             with path.open("rb") as f:
                 f.seek(position * self._size)
                 row = f.read(self._size)
         except FileNotFoundError:
             row = b""
-        if len(row) != self._size:
+        if len(row) != self._size or zlib.crc32(row) != checksum:
             raise MissingClientState(
-                f"the state of client {client} should be in {path}, which is missing or too short"
+                f"the state of client {client} should be in {path}, which is missing, cut short or "
+                f"of another run"
             )
         return row
 
@@ -93,15 +100,16 @@ class ClientStore:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         number = max((_number(p) for p in self.folder.glob("*.bin")), default=-1) + 1
-        part = self._path(number).with_suffix(".part")
+        path = self.folder / _name(number)
+        part = path.with_suffix(".part")
         with part.open("wb") as f:
             for row in self._pending.values():
                 f.write(row)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(part, self._path(number))
-        for position, client in enumerate(self._pending):
-            self._index[client] = (number, position)
+        os.replace(part, path)
+        for position, (client, row) in enumerate(self._pending.items()):
+            self._index[client] = (number, position, zlib.crc32(row))
         self._pending.clear()
 
     def discard(self) -> None:
@@ -112,7 +120,7 @@ class ClientStore:
         """The index in plain values."""
         rows = [(c, *at) for c, at in sorted(self._index.items())]
         return {
-            "index": torch.tensor(rows, dtype=torch.int64).view(-1, 3),
+            "index": torch.tensor(rows, dtype=torch.int64).view(-1, 4),
             "folder": "" if self.folder is None else str(self.folder.resolve()),
         }
 
@@ -127,31 +135,39 @@ class ClientStore:
         Raises:
             MissingClientState: If a file that the index needs is nowhere.
         """
-        self._index = {int(c): (int(n), int(p)) for c, n, p in state["index"].tolist()}
+        self._index = {c: (n, p, crc) for c, n, p, crc in state["index"].tolist()}
         self._pending.clear()
         if not self._index or self.folder is None:
             return
-        needed = {n for n, _ in self._index.values()}
-        own = self.folder.resolve()
-        homes = [h for h in (beside, Path(state["folder"])) if h is not None]
+        witnesses = {number: client for client, (number, *_) in self._index.items()}
+        homes = dict.fromkeys(h for h in (beside, Path(state["folder"])) if h is not None)
         for home in homes:
-            if all((home / f"{n:08d}.bin").is_file() for n in needed):
-                if home.resolve() != own:
-                    self._import(home, needed)
-                return
+            try:
+                for client in witnesses.values():
+                    self._stored(home, client)
+            except MissingClientState:
+                continue
+            if home.resolve() != self.folder.resolve():
+                self._import(home, witnesses)
+            return
         raise MissingClientState(
             f"the checkpoint needs per-client state from {' or '.join(map(str, homes))}, where "
-            f"files are missing; resume it in the folder of its run"
+            f"files are missing or of another run; resume it in the folder of its run"
         )
 
     def _import(self, home: Path, needed: Iterable[int]) -> None:
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
-        first = max((_number(p) for p in self.folder.glob("*.bin")), default=-1) + 1
-        moved = {n: first + i for i, n in enumerate(sorted(needed))}
+        taken = [_number(p) for p in self.folder.glob("*.bin")]
+        if not taken:
+            # With their names, so that other checkpoints of that run are exact here too.
+            for path in home.glob("*.bin"):
+                shutil.copyfile(path, self.folder / path.name)
+            return
+        moved = {n: max(taken) + 1 + i for i, n in enumerate(sorted(needed))}
         for old, new in moved.items():
-            shutil.copyfile(home / f"{old:08d}.bin", self._path(new))
-        self._index = {c: (moved[n], p) for c, (n, p) in self._index.items()}
+            shutil.copyfile(home / _name(old), self.folder / _name(new))
+        self._index = {c: (moved[n], p, crc) for c, (n, p, crc) in self._index.items()}
 
     def sweep(self, checkpoints: Iterable[Mapping[str, Any]]) -> None:
         """Removes the files that neither the index nor one of the checkpoints needs.
@@ -161,16 +177,16 @@ class ClientStore:
         """
         if self.folder is None:
             return
-        live = {n for n, _ in self._index.values()}
+        live = {n for n, *_ in self._index.values()}
         for state in checkpoints:
             live |= set(state["index"][:, 1].tolist())
         for path in self.folder.glob("*.bin"):
             if _number(path) not in live:
                 path.unlink()
 
-    def _path(self, number: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{number:08d}.bin"
+
+def _name(number: int) -> str:
+    return f"{number:08d}.bin"
 
 
 def _number(path: Path) -> int:

@@ -1,0 +1,137 @@
+"""Server rules of their own over any local optimiser: FedAvgM, FedAdam, FedYogi, FedAdagrad."""
+
+from functools import partial
+from typing import Literal
+
+import torch
+
+from ..optim.adaptive import AdaptiveServer
+from .base import Algorithm
+from .local import OptimizerFactory, TorchRule, positive
+
+__all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi"]
+
+
+class FedAvgM(Algorithm):
+    """FedAvgM (Hsu et al., arXiv 1909.06335): heavy-ball momentum on the server.
+
+    With Delta the mean displacement: ``v <- server_momentum v + Delta``, ``x <- x + server_lr v``.
+
+    Args:
+        lr: Local learning rate.
+        server_lr: Server learning rate.
+        server_momentum: Server momentum beta; 0 is FedAvg.
+        optimizer: The clients' optimiser.
+    """
+
+    def __init__(
+        self,
+        lr: float,
+        server_lr: float = 1.0,
+        server_momentum: float = 0.9,
+        optimizer: OptimizerFactory = torch.optim.SGD,
+    ) -> None:
+        positive("server_lr", server_lr)
+        rule = partial(torch.optim.SGD, lr=server_lr, momentum=server_momentum)
+        super().__init__(TorchRule(lr, optimizer), server=rule)
+
+
+def _adaptive(
+    kind: Literal["adam", "yogi", "adagrad"],
+    server_lr: float,
+    beta1: float,
+    beta2: float,
+    tau: float,
+    bias_correction: bool,
+) -> partial[AdaptiveServer]:
+    return partial(
+        AdaptiveServer,
+        kind=kind,
+        lr=positive("server_lr", server_lr),
+        betas=(beta1, beta2),
+        tau=tau,
+        bias_correction=bias_correction,
+    )
+
+
+class FedAdam(Algorithm):
+    """FedAdam (Reddi et al., "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2).
+
+    With Delta the mean displacement of the clients' SGD: ``m <- beta1 m + (1 - beta1) Delta``,
+    ``v <- beta2 v + (1 - beta2) Delta^2``, ``x <- x + server_lr m / (sqrt(v) + tau)``; m starts at
+    0 and v at tau^2. Buffers are averaged, never adapted.
+
+    Args:
+        lr: Local learning rate eta_l.
+        server_lr: Server learning rate eta.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: Degree of adaptivity.
+        bias_correction: Whether to correct both moments as Adam does; the paper does not.
+        optimizer: The clients' optimiser.
+    """
+
+    def __init__(
+        self,
+        lr: float,
+        server_lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        bias_correction: bool = False,
+        optimizer: OptimizerFactory = torch.optim.SGD,
+    ) -> None:
+        rule = _adaptive("adam", server_lr, beta1, beta2, tau, bias_correction)
+        super().__init__(TorchRule(lr, optimizer), server=rule)
+
+
+class FedYogi(Algorithm):
+    """FedYogi (arXiv 2003.00295, Algorithm 2): FedAdam with Yogi's second moment.
+
+    ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``; all else as in :class:`FedAdam`.
+
+    Args:
+        lr: Local learning rate eta_l.
+        server_lr: Server learning rate eta.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: Degree of adaptivity.
+        bias_correction: Whether to correct both moments as Adam does; the paper does not.
+        optimizer: The clients' optimiser.
+    """
+
+    def __init__(
+        self,
+        lr: float,
+        server_lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        bias_correction: bool = False,
+        optimizer: OptimizerFactory = torch.optim.SGD,
+    ) -> None:
+        rule = _adaptive("yogi", server_lr, beta1, beta2, tau, bias_correction)
+        super().__init__(TorchRule(lr, optimizer), server=rule)
+
+
+class FedAdagrad(Algorithm):
+    """FedAdagrad (arXiv 2003.00295, Algorithm 2): ``v <- v + Delta^2``; else as FedAdam.
+
+    Args:
+        lr: Local learning rate eta_l.
+        server_lr: Server learning rate eta.
+        beta1: Decay of the first moment; the paper's experiments have 0 here.
+        tau: Degree of adaptivity.
+        optimizer: The clients' optimiser.
+    """
+
+    def __init__(
+        self,
+        lr: float,
+        server_lr: float = 0.1,
+        beta1: float = 0.0,
+        tau: float = 1e-3,
+        optimizer: OptimizerFactory = torch.optim.SGD,
+    ) -> None:
+        rule = _adaptive("adagrad", server_lr, beta1, 0.0, tau, bias_correction=False)
+        super().__init__(TorchRule(lr, optimizer), server=rule)
