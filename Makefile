@@ -43,7 +43,6 @@ readme: $(VENV)/.installed ## Regenerate the results table of README.md from the
 
 tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k on the validation split
 	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned
-	cp $(RUNS)/tuning/mnist5k/compare/grid.md docs/results/tune-mnist5k.md
 
 lint: $(VENV)/.installed-dev ## Style and types
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ __all__ = [
     "Forward",
     "LossFunction",
     "Tensors",
+    "clip_per_client",
     "persistent_buffers",
     "side_by_side_fault",
     "trainable",
@@ -218,6 +219,20 @@ def side_by_side_fault(network: nn.Module, loss: LossFunction, batch: Any) -> st
         if float((mine - theirs).norm()) > 0.05 * float(theirs.norm()) + slack:
             return f"the gradient of {name} would differ from that of one client at a time"
     return None
+
+
+def clip_per_client(gradients: Tensors, max_norm: float) -> None:
+    """Scales each client's gradient to a global norm of at most ``max_norm``, in place.
+
+    Args:
+        gradients: Each ``(C, *shape)``.
+        max_norm: As in :func:`torch.nn.utils.clip_grad_norm_`, whose epsilon of 1e-6 it shares.
+    """
+    rows = [g.unsqueeze(1).flatten(1) for g in gradients]  # a parameter may be a scalar
+    norms = torch.stack([torch.linalg.vector_norm(r, dim=1) for r in rows])
+    factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for g in gradients:
+        g.mul_(factor.view(-1, *[1] * (g.ndim - 1)))
 
 
 def _cut_padding_gradient(module: nn.Embedding) -> None:

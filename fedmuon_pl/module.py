@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
 from .algorithms.base import Algorithm
-from .clients import ClientStack, Tensors, side_by_side_fault, trainable
+from .clients import ClientStack, clip_per_client, side_by_side_fault, trainable
 from .data.datamodule import FederatedDataModule
 from .data.partition import IntArray
 from .errors import ConfigError
@@ -20,7 +20,7 @@ from .schedules import Constant, Schedule
 from .seeding import derive, numpy_rng
 from .server.callback import FederatedServer, RoundPlan
 from .server.checkpointing import keep_best
-from .server.checks import check_trainer
+from .server.checks import check_trainer, first_difference
 from .server.progress import RoundProgressBar
 from .server.roundlog import RoundLog, find
 from .tasks import Task
@@ -131,9 +131,18 @@ class FederatedModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint of another run before anything is restored from it."""
         trainer = self._trainer
-        if trainer is not None and trainer.state.fn == "fit":
+        if trainer is None:
+            return
+        if trainer.state.fn == "fit":
             self.server.check_checkpoint(trainer, self, checkpoint)
             keep_best(trainer, checkpoint)
+        saved, own = (
+            {name: list(t.shape) for name, t in state.items()}
+            for state in (checkpoint["state_dict"], self.state_dict())
+        )
+        found = first_difference(saved, own)
+        if found:
+            raise ConfigError(f"{trainer.ckpt_path} does not fit this network: {found}")
 
     def on_fit_start(self) -> None:
         """Places the data and allocates the client stack, once the model is on its device."""
@@ -160,7 +169,7 @@ class FederatedModule(LightningModule):
         """Plain values that say what is trained and how, for fingerprints."""
         shapes = {n: list(p.shape) for n, p in trainable(self.network).items()}
         return {
-            "task": type(self.task).__name__,
+            "task": self.task.describe(),
             "parameters": shapes,
             "local_steps": self.local_steps,
             "local_epochs": self.local_epochs,
@@ -333,16 +342,3 @@ class FederatedModule(LightningModule):
         """What was measured since the last call, by tag; empty if nothing was."""
         values, self._evaluation = self._evaluation, {}
         return values
-
-
-def clip_per_client(gradients: Tensors, max_norm: float) -> None:
-    """Scales each client's gradient to a global norm of at most ``max_norm``, in place.
-
-    Args:
-        gradients: Each ``(C, *shape)``.
-        max_norm: As in :func:`torch.nn.utils.clip_grad_norm_`, whose epsilon of 1e-6 it shares.
-    """
-    norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients])
-    factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-    for g in gradients:
-        g.mul_(factor.view(-1, *[1] * (g.ndim - 1)))

@@ -40,6 +40,11 @@ class Task(ABC):
             torch.manual_seed(derive(seed, "init"))
             return self._network()
 
+    def describe(self) -> dict[str, Any]:
+        """Name and settings, for the fingerprint of a run; the network's weights are its own."""
+        settings = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
+        return {"name": type(self).__name__, **settings}
+
     @abstractmethod
     def loss(self, network: Forward, batch: Any) -> Tensor:  # noqa: ANN401
         """The mean loss of one client's batch, a scalar."""

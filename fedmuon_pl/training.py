@@ -116,6 +116,9 @@ class FederatedCLI(LightningCLI):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         config.threads = torch.get_num_threads()
+        if config.trainer.accelerator == "auto":
+            # Sums are in float64, which Apple's MPS, Lightning's choice on a Mac, does not have.
+            config.trainer.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
         root = Path(config.trainer.default_root_dir or "runs")
         method = config.method or config.model.algorithm.class_path.rsplit(".", 1)[-1].lower()
         self.experiment, self.run_name = config.experiment, f"{method}-s{config.seed_everything}"
@@ -217,6 +220,8 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", message=r"(?s).*one JsonargparseDeprecationWarning per type")
     # A resumed run goes on in its own folder; other runs are refused there.
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    # keep_best has seen to it before Lightning looks.
+    warnings.filterwarnings("ignore", message="The dirpath has changed from")
     # Rounds before the first validation (trainer.check_val_every_n_epoch); later Lightning raises.
     warnings.filterwarnings("ignore", message=".*could not find the monitored key")
     # The arguments come from main(), also in tests and notebooks.

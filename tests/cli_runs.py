@@ -4,6 +4,7 @@ import csv
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from contextlib import contextmanager
@@ -19,15 +20,13 @@ from fedmuon_pl.server.callback import FederatedServer
 from fedmuon_pl.server.state import ClientStore
 from fedmuon_pl.training import FederatedCLI
 
-# With these rates the accuracies of SCAFFOLD and FedAvg go up and down: best.ckpt is not last.ckpt.
-ALGORITHMS = {
-    "fedadam": [],
-    "fedavg": ["--model.algorithm.lr", "1.0"],
-    "fedmuon": [],
-    "local_muon": [],
-    "scaffold": ["--model.algorithm.lr", "1.0"],
-}
-ROUNDS = 5
+CONFIGS = Path(__file__).parents[1] / "configs"
+ALGORITHMS = ("fedadam", "fedavg", "fedmuon", "local_muon", "scaffold")
+EVERY_ALGORITHM = tuple(sorted(p.stem for p in (CONFIGS / "algorithm").glob("*.yaml")))
+# With these rates the accuracy goes up and down: best.ckpt is not last.ckpt.
+LARGE_RATE = {name: ("--model.algorithm.lr", "1.0") for name in ("fedavg", "scaffold")}
+ROUNDS = 4
+STOP = 2
 COHORT = 5
 STEPS = 3
 
@@ -38,10 +37,10 @@ def arguments(command, algorithm, root, *flags, rounds=ROUNDS):
     return [
         command,
         *("-c", "base", "-c", "experiment/digits", "-c", f"algorithm/{algorithm}"),
-        *("--threads", "1", "--model.local_steps", str(STEPS)),
+        *("--threads", "1", "--trainer.accelerator", "cpu", "--model.local_steps", str(STEPS)),
         *("--trainer.max_epochs", str(rounds), "--trainer.default_root_dir", str(root)),
         *quiet,
-        *ALGORITHMS[algorithm],
+        *LARGE_RATE.get(algorithm, ()),
         *flags,
     ]
 
@@ -52,7 +51,7 @@ def fit(algorithm, root, *flags, rounds=ROUNDS, seed=0):
     return Path(root) / "digits" / f"{algorithm}-s{seed}"
 
 
-# -- watching a run ---------------------------------------------------------------------------------
+# -- watching a run ---------------------------------------------------------------
 
 
 @dataclass
@@ -60,6 +59,7 @@ class Seen:
     """What the clients got to see, by round."""
 
     folder: Path | None = None
+    stopped: Path | None = None
     x0: dict = field(default_factory=dict)
     cohorts: dict = field(default_factory=dict)
     batches: dict = field(default_factory=dict)
@@ -121,6 +121,24 @@ def trainer_of(args):
     return made[0].trainer
 
 
+def straight_and_stopped(algorithm, root):
+    """A whole run, and what its root held in the middle of round STOP: what a kill leaves.
+
+    The latter lies in the run's own place, the former beside it.
+    """
+    left = Path(f"{root}-left")
+
+    def copy(_):
+        shutil.copytree(root, left)
+
+    with watched() as seen, interrupted(STOP, act=copy):
+        folder = fit(algorithm, root)
+    whole = Path(root).rename(f"{root}-whole")
+    left.rename(root)
+    seen.folder, seen.stopped = whole / folder.relative_to(root), folder
+    return seen
+
+
 class Interruption(BaseException):
     """Stands for a kill, in this process."""
 
@@ -145,7 +163,7 @@ def interrupted(round, blocks=2, act=None):
         yield
 
 
-# -- processes of their own --------------------------------------------------------------------------
+# -- processes of their own ---------------------------------------------------------------
 
 # A fresh interpreter, not a fork of this one, imports everything once and is the parent of all.
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -176,7 +194,7 @@ def run_main_until_killed(args, round):
         main(args)
 
 
-# -- reading a run ----------------------------------------------------------------------------------
+# -- reading a run ---------------------------------------------------------------
 
 
 def rows(folder, times=False):
@@ -225,15 +243,20 @@ def checkpoint(folder, name="last"):
         for key in [k for k in row if k.startswith("time/")]:
             del row[key]
     server = saved["callbacks"]["FederatedServer"]
-    server["clients"] = client_state(folder, server)
+    index = server["clients"]["index"]
+    if "control_variates" in server["algorithm"]:
+        server["clients"] = client_state(folder, server)
+    else:
+        server["clients"] = {c: checksum for c, _, _, checksum in index.tolist()}
     return saved
 
 
 def client_state(folder, server):
-    """Control variates by client, as tensors."""
+    """SCAFFOLD's control variates by client, as tensors."""
     clients = server["clients"]["index"][:, 0].tolist()
-    shapes = server["algorithm"].get("control_variates", {}).get("c", [])
-    store = ClientStore(folder / "client_state", {"c_i": shapes} if shapes else {})
+    store = ClientStore(
+        folder / "client_state", {"c_i": server["algorithm"]["control_variates"]["c"]}
+    )
     store.load_state_dict(server["clients"], folder / "client_state")
     return {c: store.load([c], torch.device("cpu")) for c in clients}
 

@@ -104,6 +104,8 @@ def federate(
     task=None,
     weighting="uniform",
     batch_size=4,
+    on_nonfinite="stop",
+    callbacks=(),
     trainer_kwargs=None,
     **module,
 ):
@@ -113,7 +115,7 @@ def federate(
     recorder = Recorder()
     learner = FederatedModule(task or Classification(network, num_classes=3), algorithm, **module)
     data_module = data if isinstance(data, FederatedDataModule) else ClientLists(data, batch_size)
-    server = FederatedServer(cohort, weighting=weighting)
-    fit = trainer(folder, rounds, [server, recorder], **(trainer_kwargs or {}))
+    server = FederatedServer(cohort, weighting=weighting, on_nonfinite=on_nonfinite)
+    fit = trainer(folder, rounds, [server, recorder, *callbacks], **(trainer_kwargs or {}))
     fit.fit(learner, data_module)
     return recorder, learner

@@ -8,8 +8,13 @@ import torch.nn.functional as F
 from networks import NETWORKS, OwnBuffer, batch_norm
 from torch import nn
 
-from fedmuon_pl.clients import ClientStack, persistent_buffers, side_by_side_fault, trainable
-from fedmuon_pl.module import clip_per_client
+from fedmuon_pl.clients import (
+    ClientStack,
+    clip_per_client,
+    persistent_buffers,
+    side_by_side_fault,
+    trainable,
+)
 
 CLIENTS = 3
 
@@ -218,7 +223,7 @@ def test_faults_side_by_side_are_found(network, fault):
 
 def test_clipping_is_per_client():
     rng = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(3, 2, 2, generator=rng), torch.randn(3, 5, generator=rng)]
+    gradients = [torch.randn(3, *shape, generator=rng) for shape in ((2, 2), (5,), ())]
     for g in gradients:
         g[0] *= 100
         g[1] *= 1e-3

@@ -1,4 +1,4 @@
-"""One seed, one result: nothing depends on a process, on what ran before, or on global randomness."""
+"""One seed, one result: whatever the process, what ran before, or other random draws."""
 
 import gc
 import hashlib
@@ -47,8 +47,8 @@ def state_hash(folder):
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("algorithm", ["fedadam", "fedmuon"])
-def test_two_processes_equal_this_one(algorithm, finished, tmp_path):
+def test_two_processes_equal_this_one(finished, tmp_path):
+    algorithm = "fedmuon"
     here = finished(algorithm).folder
     hashes = set()
     for i in range(2):
@@ -64,10 +64,6 @@ def test_two_processes_equal_this_one(algorithm, finished, tmp_path):
     assert hashes == {state_hash(here)} == {state_hash(again)}
 
 
-def test_the_hash_can_differ(finished):
-    assert len({state_hash(finished(a).folder) for a in ALGORITHMS}) == len(ALGORITHMS)
-
-
 def test_a_method_changes_neither_cohorts_nor_batches_nor_x0(finished):
     runs = [finished(algorithm) for algorithm in ALGORITHMS]
     first = runs[0]
@@ -81,6 +77,7 @@ def test_a_method_changes_neither_cohorts_nor_batches_nor_x0(finished):
         assert run.batches == first.batches
         assert difference(run.x0[0], first.x0[0]) is None
         assert difference(run.x0[1], first.x0[1]) is not None
+    assert len({state_hash(run.folder) for run in runs}) == len(runs)
 
 
 def test_what_each_seed_changes(finished, tmp_path):
@@ -123,11 +120,11 @@ def disturb():
     """What other code may do to the global generators."""
     for _ in range(3):
         torch.rand(5)
-        np.random.random(5)  # noqa: NPY002
+        np.random.random(5)
         random.random()
     seed = random.randrange(2**31)
     torch.manual_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     random.seed(seed)
 
 
@@ -251,5 +248,7 @@ def test_a_python_run_leaves_no_files_without_asking(tmp_path, monkeypatch):
 def test_curves_are_text_with_all_digits(finished):
     # Equal text means equal numbers: every cell reads back to the same float64.
     for row in rows(finished("fedadam").folder):
-        assert all(v == str(int(v)) if k == "round" else v == repr(float(v)) for k, v in row.items())
+        assert all(
+            v == str(int(v)) if k == "round" else v == repr(float(v)) for k, v in row.items()
+        )
     assert checkpoint(finished("fedadam").folder)["global_step"] == ROUNDS

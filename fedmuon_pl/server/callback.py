@@ -219,7 +219,7 @@ class FederatedServer(Callback):
         """Whether each client's float buffers are finite where the global model's are."""
         if not self._float_buffers:
             return [True] * clients
-        theirs = torch.cat([buffers[n].flatten(1) for n in self._float_buffers], 1)
+        theirs = torch.cat([buffers[n].unsqueeze(1).flatten(1) for n in self._float_buffers], 1)
         ours = torch.cat([self._buffers[n].flatten() for n in self._float_buffers])
         sound: list[bool] = (theirs.isfinite() | ~ours.isfinite()).all(1).tolist()
         return sound
@@ -378,7 +378,7 @@ class FederatedServer(Callback):
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """The folder of the run: that of its ``metrics.csv``, else its first logger's, else the root."""
+    """The folder of the run: of its ``metrics.csv``, else of its first logger, else the root."""
     from .roundlog import MetricsFile  # which imports this module
 
     own = [logger.log_dir for logger in trainer.loggers if isinstance(logger, MetricsFile)]

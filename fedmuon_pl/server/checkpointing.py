@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -68,5 +69,11 @@ def keep_best(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         best = {moved(k): v for k, v in state["best_k_models"].items() if Path(moved(k)).is_file()}
         for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
             state[key] = moved(state[key])
-        if len(best) == len(state["best_k_models"]):
+        if len(best) < len(state["best_k_models"]):
+            warnings.warn(
+                f"the best checkpoint so far, of {there}, is not there any more: what is best is "
+                f"chosen from the rounds to come",
+                stacklevel=2,
+            )
+        else:
             state.update(best_k_models=best, dirpath=str(here))

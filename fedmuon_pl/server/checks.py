@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytorch_lightning import Trainer
+from pytorch_lightning.accelerators import MPSAccelerator
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from ..errors import ConfigError
@@ -84,6 +85,8 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: Naming the key, its value and what to use instead.
     """
+    if isinstance(trainer.accelerator, MPSAccelerator):
+        raise ConfigError("trainer.accelerator=mps cannot be used here: it has no float64; use cpu")
     fast = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
     check_trainer_config(
         {

@@ -48,7 +48,7 @@ class RoundDiagnostics:
 
     def measure(self, displacement: Tensors, losses: Tensor) -> Measured:
         """Measures a block: displacements ``(C, *shape)``, losses ``(K, C)``."""
-        rows = [t.flatten(1) for t in displacement]
+        rows = [t.unsqueeze(1).flatten(1) for t in displacement]  # a parameter may be a scalar
         norms = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in rows]).double()
         dots = torch.stack([t @ p.flatten() for t, p in zip(rows, self._previous, strict=True)])
         mine = norms.square().sum(0)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,10 +35,9 @@ class ClientStore:
     """
 
     def __init__(self, folder: Path | None, like: Mapping[str, Tensors]) -> None:
-        self._temporary = None
         if folder is None and like:
-            self._temporary = tempfile.TemporaryDirectory(prefix="fedmuon-clients-")
-            folder = Path(self._temporary.name)
+            folder = Path(tempfile.mkdtemp(prefix="fedmuon-clients-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.folder = folder
         self._like = {k: [(t.shape, t.dtype) for t in v] for k, v in like.items()}
         self._size = sum(t.numel() * t.element_size() for v in like.values() for t in v)
