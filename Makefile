@@ -6,9 +6,9 @@ EXP ?= mnist5k
 ALG ?= fedmuon
 SEED ?= 0
 RUNS ?= runs
-# Optional: ROUNDS=5 shortens every run of a target, SEEDS="0 1" chooses its seeds.
-SWEEP = --root $(RUNS) \
-	$(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS)) $(if $(SEEDS),--seed $(SEEDS))
+# Optional: ROUNDS=5 shortens every run of a target; SEEDS="0 1" chooses the seeds of quickstart.
+SWEEP = --root $(RUNS) $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
+SEEDS ?= 0
 # Tests run side by side, one thread each.
 export OMP_NUM_THREADS ?= 1
 
@@ -29,7 +29,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 install: $(VENV)/.installed ## Create .venv and install the project
 
 quickstart: $(VENV)/.installed ## Compare five methods on real digits: table, picture, TensorBoard
-	$(BIN)/fedmuon sweep quickstart $(SWEEP)
+	$(BIN)/fedmuon sweep quickstart $(SWEEP) --seed $(SEEDS)
 
 run: $(VENV)/.installed ## One run, resumed if it was interrupted: make run EXP=mnist5k ALG=fedmuon SEED=0
 	$(BIN)/fedmuon sweep --experiment $(EXP) --algorithm $(ALG) $(SWEEP) --seed $(SEED)

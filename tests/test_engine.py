@@ -65,7 +65,8 @@ def equal(mine, theirs):
 # A cohort of 5 of these splits into blocks of equal step counts and batch shapes.
 SIZES = [8, 8, 8, 8, 12, 12, 5]
 PAIRS = [(n, "fedavg-momentum") for n in NETWORKS] + [
-    (n, m) for n in ("batch_norm", "everything") for m in METHODS if m != "fedavg-momentum"
+    *[("everything", m) for m in METHODS if m != "fedavg-momentum"],
+    *[("batch_norm", m) for m in ("fedmuon", "scaffold")],
 ]
 
 
