@@ -52,8 +52,9 @@ class ClientStack:
     """Weights and buffers of up to ``capacity`` clients, allocated once and refilled in place.
 
     Args:
-        network: The global model; it is copied once and never changed from here. Frozen
-            parameters are shared with it, not stacked.
+        network: The global model; it is copied once, in the training or evaluation mode that each
+            of its modules is in, and never changed from here. Frozen parameters are shared with
+            it, not stacked.
         capacity: The most clients that train side by side, C.
 
     Attributes:
@@ -70,7 +71,6 @@ class ClientStack:
             raise ValueError(f"capacity must be at least 1 client, got {capacity}")
         self.capacity = capacity
         self.shell = deepcopy(network)
-        self.shell.train()
         own, theirs = dict(self.shell.named_parameters()), dict(network.named_parameters())
         for name, p in own.items():
             if not p.requires_grad:

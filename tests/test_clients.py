@@ -82,13 +82,16 @@ def test_buffers_start_anew_with_every_load(name):
     seen = []
     for size, take in ((1, slice(0, 1)), (2, slice(0, 2)), (1, slice(2, 3)), (1, slice(0, 1))):
         stack.resize(size)
-        for _ in range(2):  # as often as the engine may load between two forwards
+        runs = []
+        for _ in range(2):
             stack.load(*state(network))
-        for key, value in network.named_buffers():
-            assert all(torch.equal(stack.buffers[key][c], value) for c in range(size))
-        for _ in range(3):
-            stack.losses(loss, (x[take], y[take]))
-        seen.append({k: b.clone() for k, b in stack.buffers.items()})
+            for key, value in network.named_buffers():
+                assert all(torch.equal(stack.buffers[key][c], value) for c in range(size))
+            for _ in range(3):
+                stack.losses(loss, (x[take], y[take]))
+            runs.append({k: b.clone() for k, b in stack.buffers.items()})
+        assert all(torch.equal(runs[1][k], b) for k, b in runs[0].items())
+        seen.append(runs[0])
     for key, value in network.named_buffers():
         assert torch.equal(seen[0][key], seen[3][key])
         assert not torch.equal(seen[0][key][0], value)
@@ -238,3 +241,11 @@ def test_clipping_is_per_client():
     for c in range(3):
         for mine, theirs in zip(gradients, expected[c], strict=True):
             torch.testing.assert_close(mine[c], theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_modules_keep_the_mode_they_are_in():
+    # A user who freezes BatchNorm by eval() means it, also on the clients.
+    network = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
+    network[0].eval()
+    stack = ClientStack(network, 2)
+    assert [m.training for m in stack.shell] == [False, True]

@@ -268,19 +268,19 @@ def polar_svd(matrix: Tensor, rtol: float | None = None) -> Tensor:
             are computed in float32).
 
     Returns:
-        Same shape and dtype as ``matrix``.
-
-    Raises:
-        torch.linalg.LinAlgError: If ``matrix`` has an entry that is not finite.
+        Same shape and dtype as ``matrix``; not-a-number throughout for a matrix with an entry that
+        is not finite, which says nothing about the others of the batch.
     """
     with autocast_off(matrix.device.type):
         x = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
         x = _one_batch_axis(x)
         if rtol is None:
             rtol = 1e-10 if x.dtype == torch.float64 else 1e-5
-        u, s, vh = torch.linalg.svd(x, full_matrices=False)
+        # LAPACK would refuse the whole batch for one matrix that is not finite.
+        finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        u, s, vh = torch.linalg.svd(x.where(finite, 0), full_matrices=False)
         kept = s > rtol * s[..., :1]
-        polar: Tensor = (u * kept.unsqueeze(-2)) @ vh
+        polar: Tensor = ((u * kept.unsqueeze(-2)) @ vh).where(finite, torch.nan)
         return polar.reshape(matrix.shape).to(matrix.dtype)
 
 
