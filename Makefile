@@ -38,8 +38,8 @@ tensorboard: $(VENV)/.installed ## Curves of all methods of an experiment: make 
 	$(BIN)/tensorboard --logdir $(RUNS)/$(EXP)
 
 readme: $(VENV)/.installed ## Regenerate the results table of README.md from the quickstart
-	$(BIN)/fedmuon sweep quickstart $(SWEEP)
-	$(BIN)/fedmuon compare $(RUNS)/mnist5k --markdown README.md --section quickstart
+	$(BIN)/fedmuon sweep quickstart --root $(RUNS)/readme
+	$(BIN)/fedmuon compare $(RUNS)/readme/mnist5k --markdown README.md --section quickstart
 
 tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k on the validation split
 	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned

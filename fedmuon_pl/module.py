@@ -106,7 +106,10 @@ class FederatedModule(LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """The server optimiser over the global parameters: its steps are the rounds."""
-        return self.algorithm.server_optimizer(trainable(self.network).values())
+        try:
+            return self.algorithm.server_optimizer(trainable(self.network).values())
+        except ValueError as e:
+            raise ConfigError(f"{self.algorithm.name}: {e}") from e
 
     def configure_callbacks(self) -> list[Callback]:
         """Adds the round's log where the Trainer has none."""
@@ -149,7 +152,7 @@ class FederatedModule(LightningModule):
         x = next(iter(trainable(self.network).values()))
         self.data.place(x.device, x.dtype)
         self._at_once = self._resolve_clients_at_once(x.device)
-        self._stack = ClientStack(self.network, self._at_once)
+        self.stack = ClientStack(self.network, self._at_once)
 
     @property
     def data(self) -> FederatedDataModule:
@@ -174,7 +177,7 @@ class FederatedModule(LightningModule):
             "local_steps": self.local_steps,
             "local_epochs": self.local_epochs,
             "drop_last": self.drop_last,
-            **self.lr_schedule.describe(),
+            "lr_schedule": self.lr_schedule.describe(),
             "client_clip_norm": self.client_clip_norm,
             "seed": self.seed,
             "precision": str(self.trainer.precision),
@@ -217,7 +220,7 @@ class FederatedModule(LightningModule):
         self, plan: RoundPlan, clients: list[int], batches: list[list[IntArray]]
     ) -> None:
         """K local steps of a block; ``batches[c][k]`` are client c's samples in step k."""
-        stack, algorithm = self._stack, self.algorithm
+        stack, algorithm = self.stack, self.algorithm
         stack.resize(len(clients))
         stack.load(plan.x0, plan.buffers)
         state = self.server.store.load(clients, self.device)
@@ -320,6 +323,8 @@ class FederatedModule(LightningModule):
             values |= {f"{split}/{name}": float(v) for name, v in computed.items()}
             if by_class is not None:
                 values |= self._client_accuracy(by_class)
+        if self.trainer.sanity_checking:
+            return  # x^0 on two batches is no measurement of a round
         self._evaluation = values
         # In fit, RoundLog writes; the other commands print a table of what is "logged".
         self.log_dict(values, logger=self.trainer.state.fn != "fit")

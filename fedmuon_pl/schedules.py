@@ -18,7 +18,7 @@ class Schedule(ABC):
 
     def describe(self) -> dict[str, object]:
         """Name and settings, for the fingerprint of a run."""
-        return {"schedule": type(self).__name__, **vars(self)}
+        return {"name": type(self).__name__, **vars(self)}
 
 
 class Constant(Schedule):

@@ -7,9 +7,8 @@ writes the global random state of Python, NumPy or torch.
 import zlib
 
 import numpy as np
-import torch
 
-__all__ = ["derive", "numpy_rng", "torch_rng"]
+__all__ = ["derive", "numpy_rng"]
 
 
 def _sequence(seed: int, purpose: str, ids: tuple[int, ...]) -> np.random.SeedSequence:
@@ -35,8 +34,3 @@ def numpy_rng(seed: int, purpose: str, *ids: int) -> np.random.Generator:
 def derive(seed: int, purpose: str, *ids: int) -> int:
     """A 63-bit integer seed for code that wants a number (see :func:`numpy_rng`)."""
     return int(_sequence(seed, purpose, ids).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def torch_rng(seed: int, purpose: str, *ids: int) -> torch.Generator:
-    """A torch generator on the CPU (see :func:`numpy_rng`)."""
-    return torch.Generator().manual_seed(derive(seed, purpose, *ids))

@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from .clients import Forward
+from .errors import ConfigError
 from .seeding import derive
 
 __all__ = ["Classification", "LanguageModelling", "NetworkFactory", "Task"]
@@ -44,6 +45,16 @@ class Task(ABC):
         """Name and settings, for the fingerprint of a run; the network's weights are its own."""
         settings = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
         return {"name": type(self).__name__, **settings}
+
+    def check(self, num_classes: int) -> None:  # noqa: B027
+        """Refuses data that the task cannot take; called before training.
+
+        Args:
+            num_classes: The number of classes of the data.
+
+        Raises:
+            ConfigError: In one sentence.
+        """
 
     @abstractmethod
     def loss(self, network: Forward, batch: Any) -> Tensor:  # noqa: ANN401
@@ -84,6 +95,13 @@ class Classification(Task):
             raise ValueError(f"label_smoothing={label_smoothing}: must be in [0, 1)")
         self.num_classes = num_classes
         self.label_smoothing = label_smoothing
+
+    def check(self, num_classes: int) -> None:
+        """The data must have as many classes as the task."""
+        if num_classes != self.num_classes:
+            raise ConfigError(
+                f"model.task has num_classes={self.num_classes}, but the data have {num_classes}"
+            )
 
     def loss(self, network: Forward, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy."""

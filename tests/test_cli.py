@@ -71,6 +71,30 @@ BAD = {
     "steps and epochs": (["--model.local_epochs=1"], "exactly one of model.local_steps"),
     "no steps": (["--model.local_steps=0"], "model.local_steps=0: must be at least 1"),
     "no rounds": (["--trainer.max_epochs=null"], "trainer.max_epochs=None .* rounds"),
+    "server rate": (
+        ["-c", "algorithm/fedadam", "--model.algorithm.init_args.tau=0"],
+        "FedAdam: .*tau",
+    ),
+    "server momentum": (
+        ["-c", "algorithm/fedavgm", "--model.algorithm.init_args.server_momentum=-1"],
+        "FedAvgM: .*momentum",
+    ),
+    "momentum": (
+        ["-c", "algorithm/fedmuon", "--model.algorithm.init_args.beta=1.5"],
+        "FedMuon: .*momentum",
+    ),
+    "pattern": (
+        ["-c", "algorithm/fedmuon", "--model.algorithm.init_args.rest_patterns=[hed]"],
+        "FedMuon: .*hed",
+    ),
+    "classes": (
+        ["--model.task.init_args.num_classes=12"],
+        "num_classes=12, but the data have 10",
+    ),
+    "chosen on test data": (
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=test/acc"],
+        "EarlyStopping monitors test/acc: nothing is chosen on test data",
+    ),
     "negative seed": (["--seed_everything=-1"], "seed_everything: .*-1"),
     "no threads": (["--threads=0"], "threads=0"),
 }

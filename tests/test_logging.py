@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from cli_runs import (
@@ -23,15 +24,23 @@ from cli_runs import (
     rows,
     trainer_of,
 )
-from federation import ClientLists, federate
+from federation import ClientLists, TinyNet, federate, trainer
 
-from fedmuon_pl import FedAdam, FedAvg, FedMuon, LocalMuon, Scaffold
+from fedmuon_pl import (
+    Classification,
+    FedAdam,
+    FedAvg,
+    FederatedModule,
+    FedMuon,
+    LocalMuon,
+    Scaffold,
+)
 from fedmuon_pl.cli import main
 from fedmuon_pl.data.digits import SklearnDigits
 from fedmuon_pl.data.partition import DirichletByClass
 from fedmuon_pl.schedules import Cosine
 from fedmuon_pl.server.callback import FederatedServer
-from fedmuon_pl.server.roundlog import MetricsFile, prune_events
+from fedmuon_pl.server.roundlog import MetricsFile, RoundLog, prune_events
 
 # DESIGN.md, section 7.
 EVALUATED = {
@@ -414,3 +423,14 @@ def test_a_command_that_fails_says_so_once(tmp_path, capsys):
     assert len(said) == 1
     assert "there is no checkpoint" in said[0]
     assert not any(tmp_path.iterdir())
+
+
+def test_the_sanity_check_is_no_measurement(tmp_path):
+    # Lightning validates x^0 on two batches before round 0; no row may hold that.
+    data = ClientLists({i: (x.float(), y) for i, (x, y) in reference.tiny_problem()[2].items()})
+    log = RoundLog()
+    module = FederatedModule(Classification(TinyNet, num_classes=3), FedAvg(0.1), local_steps=1)
+    settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 2, "precision": "32-true"}
+    fit = trainer(tmp_path, 2, [FederatedServer(3), log], check_val_every_n_epoch=2, **settings)
+    fit.fit(module, data)
+    assert ["val/acc" in row for row in log.history] == [False, True]

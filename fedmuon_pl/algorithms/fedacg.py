@@ -33,7 +33,7 @@ class AcceleratedStart(Mechanism):
         self.beta = not_negative("beta", beta)
 
     def setup(self, setting: Setting) -> None:
-        """M = 0."""
+        """Sets m to zero."""
         self.server_state = {"momentum": setting.zeros()}
 
     def download(self) -> Tensors:
@@ -47,7 +47,7 @@ class AcceleratedStart(Mechanism):
         run.memory[self.name] = z
 
     def correct(self, run: LocalRun, gradients: Tensors) -> None:
-        """G <- g + beta (x - z)."""
+        """Adds beta (x - z) to the gradients."""
         away = torch._foreach_sub(run.x, run.memory[self.name])
         torch._foreach_add_(gradients, away, alpha=self.beta)
 
@@ -56,7 +56,7 @@ class AcceleratedStart(Mechanism):
         return Upload(run.displacement(), sent=False)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """M <- sum_i w_i (x_i - x^r)."""
+        """The new m: sum_i w_i (x_i - x^r)."""
         for momentum, m in zip(self.server_state["momentum"], mean, strict=True):
             momentum.copy_(m)
 

@@ -17,7 +17,8 @@ class FedAvg(Algorithm):
 
     Args:
         lr: Local learning rate eta.
-        optimizer: Any optimiser of ``torch.optim`` that needs no closure; its ``lr`` is ignored.
+        optimizer: Any optimiser of ``torch.optim`` that needs no closure; ``lr`` sets its rate, and
+            another one inside it is refused.
         server: Server rule on the pseudo-gradient; plain averaging if None.
     """
 

@@ -31,11 +31,11 @@ class ClientMomentum(Mechanism):
         self.alpha = alpha
 
     def setup(self, setting: Setting) -> None:
-        """Delta^0 = 0."""
+        """Sets Delta to zero."""
         self.server_state = {"delta": setting.zeros()}
 
     def correct(self, run: LocalRun, gradients: Tensors) -> None:
-        """G <- alpha g + (1 - alpha) Delta."""
+        """Mixes the gradients with Delta."""
         torch._foreach_mul_(gradients, self.alpha)
         torch._foreach_add_(gradients, self.server_state["delta"], alpha=1 - self.alpha)
 
@@ -44,7 +44,7 @@ class ClientMomentum(Mechanism):
         return Upload(run.displacement_per_rate(), sent=False)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """Delta^{r+1}."""
+        """The new Delta."""
         for delta, m in zip(self.server_state["delta"], mean, strict=True):
             delta.copy_(-m)
 
@@ -52,7 +52,7 @@ class ClientMomentum(Mechanism):
 class FedCM(Algorithm):
     """FedCM (Xu et al., arXiv 2106.10874, Algorithm 2).
 
-    The paper's global rate eta_g is ``server_lr K eta`` in our units.
+    The paper's global rate eta_g is K eta times the server rule's rate, 1 by default.
 
     Args:
         lr: Local learning rate.

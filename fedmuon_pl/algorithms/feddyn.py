@@ -10,7 +10,7 @@ __all__ = ["DynamicRegularisation", "FedDyn"]
 
 
 class DynamicRegularisation(Mechanism):
-    """A linear term l_i per client and a proximal one, whose sum h the server takes out again.
+    """A linear term l_i per client and a proximal one; the server takes the mean h out again.
 
     A local gradient g becomes ``g - l_i + alpha (x - x^r)``; then ``l_i <- l_i - alpha D_i`` with
     D_i the client's displacement. Server: ``h <- h - (alpha / N) sum_{i in S} D_i`` and
@@ -29,7 +29,7 @@ class DynamicRegularisation(Mechanism):
         self.alpha = positive("alpha", alpha)
 
     def setup(self, setting: Setting) -> None:
-        """H = 0."""
+        """Sets h to zero."""
         self.population = setting.population
         self.server_state = {"h": setting.zeros()}
 
@@ -38,7 +38,7 @@ class DynamicRegularisation(Mechanism):
         return []
 
     def correct(self, run: LocalRun, gradients: Tensors) -> None:
-        """G <- g - l_i + alpha (x - x^r)."""
+        """Adds alpha (x - x^r) - l_i to the gradients."""
         torch._foreach_sub_(gradients, run.client_state["l_i"])
         torch._foreach_add_(gradients, torch._foreach_sub(run.x, run.x0), alpha=self.alpha)
 
@@ -52,7 +52,7 @@ class DynamicRegularisation(Mechanism):
         return Upload(displacement, by_weight=False, sent=False)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """H <- h - alpha (S/N) mean D_i."""
+        """Subtracts alpha (S/N) times the mean D_i from h."""
         for h, m in zip(self.server_state["h"], mean, strict=True):
             h.sub_(m * (self.alpha * cohort_size / self.population))
 

@@ -63,7 +63,8 @@ class TorchRule(LocalRule):
             raise ValueError("optimizer=LBFGS needs a closure, which local steps do not have")
         self.kind: Callable[..., Optimizer] = kind
         self.keywords = {k: v for k, v in keywords.items() if k != "lr"}
-        # The same arithmetic on every device; the fused kernels of Adam save most of its overhead.
+        # Fixed, so that torch's defaults cannot change a result; Adam's fused kernels save most of
+        # its overhead.
         if "foreach" in signature and not self.keywords.get("fused"):
             fused = kind.__name__ in ("Adam", "AdamW") and self.keywords.get("fused") is None
             if fused and self.keywords.get("foreach") is None:

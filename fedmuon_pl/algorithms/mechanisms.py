@@ -20,8 +20,8 @@ class Alignment(Mechanism):
 
     Args:
         alpha: Weight of the shared direction, in [0, 1).
-        rule: The local rule, if parameters outside its matrices are to be left alone; None to
-            align every parameter.
+        only_matrices_of: The local rule, if parameters outside its matrices are to be left alone;
+            None to align every parameter.
 
     Raises:
         ValueError: If alpha is outside [0, 1).
@@ -37,7 +37,7 @@ class Alignment(Mechanism):
         self._only = only_matrices_of
 
     def setup(self, setting: Setting) -> None:
-        """Delta_g^0 = 0."""
+        """Sets Delta_g to zero."""
         every = list(range(len(setting.x)))
         self.indices = every if self._only is None else self._only.matrices
         self.server_state = {"delta_g": setting.zeros(self.indices)}
@@ -53,7 +53,7 @@ class Alignment(Mechanism):
         run.memory[self.name] = [run.x[i] for i in self.indices], pull
 
     def after_step(self, run: LocalRun) -> None:
-        """X <- x - eta alpha Delta_g."""
+        """Subtracts eta alpha Delta_g from the weights."""
         x, pull = run.memory[self.name]
         torch._foreach_add_(x, pull)
 
@@ -63,7 +63,7 @@ class Alignment(Mechanism):
         return Upload([per_rate[i] for i in self.indices], sent=False)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """Delta_g^{r+1}."""
+        """The new Delta_g."""
         for delta, m in zip(self.server_state["delta_g"], mean, strict=True):
             delta.copy_(-m)
 
@@ -85,7 +85,7 @@ class MomentumAveraging(Mechanism):
         self._rule = rule
 
     def setup(self, setting: Setting) -> None:
-        """Mbar^0 = 0."""
+        """Sets Mbar to zero."""
         self.server_state = {"momentum": setting.zeros(self._rule.matrices)}
 
     def begin(self, run: LocalRun) -> None:
@@ -97,6 +97,6 @@ class MomentumAveraging(Mechanism):
         return Upload(run.get_state("momentum_buffer", self._rule.matrices))
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """Mbar^{r+1}."""
+        """The new Mbar."""
         for momentum, m in zip(self.server_state["momentum"], mean, strict=True):
             momentum.copy_(m)

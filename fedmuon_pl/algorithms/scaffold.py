@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from ..clients import Tensors
+from ..errors import ConfigError
 from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
 from .local import TorchRule, positive
 
@@ -25,7 +26,7 @@ class ControlVariates(Mechanism):
     client_state = ("c_i",)
 
     def setup(self, setting: Setting) -> None:
-        """C = 0."""
+        """Sets c to zero."""
         self.population = setting.population
         self.server_state = {"c": setting.zeros()}
 
@@ -37,13 +38,13 @@ class ControlVariates(Mechanism):
         run.memory[self.name] = correction
 
     def correct(self, run: LocalRun, gradients: Tensors) -> None:
-        """G <- g - c_i + c."""
+        """Adds c - c_i to the gradients."""
         torch._foreach_add_(gradients, run.memory[self.name])
 
     def end(self, run: LocalRun) -> Upload:
         """The change of c_i (equation 4, option II); the new c_i stays with the client."""
         if any(lr <= 0 for lr in run.lr):
-            raise ValueError(
+            raise ConfigError(
                 f"round {run.round}: SCAFFOLD divides by the local learning rate, which is "
                 f"{min(run.lr)} in this round; use a schedule that stays positive"
             )
@@ -53,7 +54,7 @@ class ControlVariates(Mechanism):
         return Upload(change, by_weight=False)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """C <- c + (S/N) mean change."""
+        """Adds (S/N) times the mean change to c."""
         for c, m in zip(self.server_state["c"], mean, strict=True):
             c.add_(m * (cohort_size / self.population))
 

@@ -74,21 +74,22 @@ def _conflict(run: Run) -> str | None:
     """The first planned value that the folder's ``config.yaml`` contradicts.
 
     A finished run is only as good as its settings: after a new tuning, its old result must not
-    stand for the new learning rate. Only what decides the result is compared, and only plain
-    values: paths, and ``auto``, are resolved before they are saved.
+    stand for the new learning rate. Only what decides the result is compared; ``auto`` and paths
+    are resolved before they are saved.
     """
     try:
         saved = flatten(read_yaml(run.folder / "config.yaml"))
     except (OSError, ValueError):
         return None  # reported by whoever reads the run
     for key, planned in run.settings.items():
-        if key.split(".")[0] not in ("model", "data", "server") or key not in saved:
+        decides = key.split(".")[0] in ("model", "data", "server") or key == "trainer.precision"
+        if not decides or key not in saved:
             continue
         there, here = (
             str(value).split(".")[-1] if key.endswith("class_path") else flag_text(value)
             for value in (saved[key], planned)
         )
-        if isinstance(planned, list) or planned in (None, "auto") or "/" in there + here:
+        if planned == "auto" or "/" in there + here:
             continue
         if there != here and not _equal_numbers(there, here):
             return f"{key} is {there} there and {here} in the plan"

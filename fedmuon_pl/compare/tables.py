@@ -57,6 +57,9 @@ _NAMES = {
     "fedyogi": "FedYogi",
     "fedadagrad": "FedAdagrad",
     "fedadamw": "FedAdamW",
+    "fedacg": "FedACG",
+    "local_adamw": "Local AdamW",
+    "fedmuon_fedadam": "FedMuon + FedAdam",
 }
 
 
@@ -251,6 +254,10 @@ def _cells(rows: Sequence[Row], metric: str, target: float | None) -> tuple[list
     return heads, table
 
 
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+
+
 def _caption(rows: Sequence[Row], metric: str, target: float | None) -> str:
     rounds = sorted({round(row.rounds.mean) for row in rows if row.rounds.mean})
     seeds = sorted({seed for row in rows for seed in row.seeds})
@@ -264,7 +271,8 @@ def _caption(rows: Sequence[Row], metric: str, target: float | None) -> str:
     tested = any(row.test.n for row in rows)
     order = f"sorted by test {metric}, which chose nothing" if tested else f"sorted by val {metric}"
     return (
-        f"{spread} over the seeds {', '.join(map(str, seeds))}, {after}; {order}.{until} Sent MB: "
+        f"{spread} {'over the' if len(seeds) > 1 else 'of'} {_seeds(seeds)}, {after}; {order}."
+        f"{until} Sent MB: "
         f"in all, both ways."
     )
 
@@ -438,7 +446,7 @@ def _edges(point: Mapping[str, Any], trials: Sequence[Trial]) -> tuple[str, ...]
     for key, value in point.items():
         axis = {trial.point[key] for trial in trials}
         numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in axis)
-        if numeric and len(axis) > 2 and value in (min(axis), max(axis)):
+        if numeric and len(axis) > 1 and value in (min(axis), max(axis)):
             found.append(key)
     return tuple(found)
 
@@ -452,11 +460,11 @@ def _point_text(point: Mapping[str, Any]) -> str:
 def grid_markdown(results: Sequence[GridResult], plan: Plan) -> str:
     """The record of a grid: every trial with its value, the chosen ones in bold."""
     choose = plan.choose
-    seeds = ", ".join(map(str, plan.seeds))
+    over = f"mean over the {_seeds(plan.seeds)}" if len(plan.seeds) > 1 else _seeds(plan.seeds)
     parts = [
         f"# Grid of plan {plan.name}\n",
-        f"Chosen by {choose.metric} ({choose.mode}, {choose.at} round), mean over the seeds "
-        f"{seeds}. A trial with a failed or diverged seed is not chosen. No test data.\n",
+        f"Chosen by {choose.metric} ({choose.mode}, {choose.at} round), {over}. A trial with a "
+        "failed or diverged seed is not chosen. No test data.\n",
     ]
     for experiment in dict.fromkeys(result.experiment for result in results):
         parts.append(f"## {experiment}\n")
@@ -518,7 +526,7 @@ def _tuned_yaml(result: GridResult, best: Trial, plan: Plan) -> str:
     choose = plan.choose
     lines = [
         f"Chosen by `fedmuon sweep {plan.name} --write-tuned`; the whole record is in grid.md.",
-        f"{len(result.trials)} trials, seeds {', '.join(map(str, plan.seeds))}:",
+        f"{len(result.trials)} trials, {_seeds(plan.seeds)}:",
     ]
     for key in best.point:
         values = dict.fromkeys(str(trial.point[key]) for trial in result.trials)

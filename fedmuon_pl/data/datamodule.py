@@ -169,13 +169,9 @@ class FederatedDataModule(LightningDataModule):
 
     def label_shares(self, clients: Sequence[int] | IntArray) -> np.ndarray:
         """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""
+        labels, classes = self.splits.labels, self.splits.num_classes
         counts = np.stack(
-            [
-                np.bincount(
-                    self.splits.labels[self.partition[c]], minlength=self.splits.num_classes
-                )
-                for c in clients
-            ]
+            [np.bincount(labels[self.partition[c]], minlength=classes) for c in clients]
         )
         return counts / np.maximum(counts.sum(1, keepdims=True), 1)  # type: ignore[no-any-return]
 

@@ -91,7 +91,7 @@ class FederatedServer(Callback):
 
     # -- life cycle ---------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: "FederatedModule", stage: str) -> None:  # type: ignore[override]
         """Checks everything that can be checked before any work is done."""
         if stage != "fit":
             return
@@ -102,6 +102,7 @@ class FederatedServer(Callback):
                 f"a federated run needs a FederatedDataModule, got {type(data).__name__}"
             )
         self.data = data
+        pl_module.task.check(data.splits.num_classes)
         self.candidates = data.partition.clients_with_data
         try:
             self.cohort_size = resolve_cohort_size(self.clients_per_round, len(self.candidates))
@@ -125,7 +126,11 @@ class FederatedServer(Callback):
         self._buffers = persistent_buffers(network)
         self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
         algorithm = pl_module.algorithm
-        algorithm.setup(Setting(list(trainable(network)), x, population=len(self.candidates)))
+        try:
+            algorithm.setup(Setting(list(trainable(network)), x, population=len(self.candidates)))
+            algorithm.members(pl_module.stack)
+        except ValueError as e:
+            raise ConfigError(f"{algorithm.name}: {e}") from e
         folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"  # type: ignore[attr-defined]
         self.store = ClientStore(folder, algorithm.client_state_like())
         self.diagnostics = RoundDiagnostics(x)
@@ -318,7 +323,7 @@ class FederatedServer(Callback):
         """What must be equal for a checkpoint to be resumed: method, data, seed, local work."""
         horizon = {"rounds": trainer.max_epochs} if module.lr_schedule.horizon else {}
         return {
-            **module.algorithm.describe(),
+            "algorithm": module.algorithm.describe(),
             **module.describe(),
             "data": self.data.describe(),
             "clients_per_round": self.cohort_size,

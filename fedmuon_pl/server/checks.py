@@ -87,6 +87,13 @@ def check_trainer(trainer: Trainer) -> None:
     """
     if isinstance(trainer.accelerator, MPSAccelerator):
         raise ConfigError("trainer.accelerator=mps cannot be used here: it has no float64; use cpu")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor = getattr(callback, "monitor", None)
+        if str(monitor).startswith(("test/", "client/")):
+            raise ConfigError(
+                f"{type(callback).__name__} monitors {monitor}: nothing is chosen on test data; "
+                f"use val/acc or another tag of the validation split"
+            )
     fast = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
     check_trainer_config(
         {

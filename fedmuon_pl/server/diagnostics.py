@@ -49,7 +49,9 @@ class RoundDiagnostics:
     def measure(self, displacement: Tensors, losses: Tensor) -> Measured:
         """Measures a block: displacements ``(C, *shape)``, losses ``(K, C)``."""
         rows = [t.unsqueeze(1).flatten(1) for t in displacement]  # a parameter may be a scalar
-        norms = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in rows]).double()
+        # In float64: drift is a small difference of large squares.
+        wide = {"dim": 1, "dtype": torch.float64}
+        norms = torch.stack([torch.linalg.vector_norm(t, **wide) for t in rows])
         dots = torch.stack([t @ p.flatten() for t, p in zip(rows, self._previous, strict=True)])
         mine = norms.square().sum(0)
         other = torch.stack([torch.linalg.vector_norm(p) for p in self._previous]).double()
