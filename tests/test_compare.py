@@ -429,6 +429,42 @@ def test_a_killed_run_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "No such file" in execute(make_plan(), "runs", poll=0.02)[0].reason
 
 
+@pytest.mark.parametrize(
+    ("key", "there", "planned"),
+    [
+        ("model.client_clip_norm", 1.0, None),
+        ("model.algorithm.init_args.rest_betas", [0.9, 0.95], [0.9, 0.999]),
+        ("trainer.precision", "32-true", "64-true"),
+    ],
+)
+def test_no_setting_that_decides_is_overlooked(
+    here: Path, key: str, there: object, planned: object
+) -> None:
+    same, other = make_plan(set={key: there}), make_plan(set={key: planned})
+    execute(same, "runs", poll=0.02)
+    path = here / "runs/toy/fedavg-s0/config.yaml"
+    saved = yaml.safe_load(path.read_text())
+    inner = saved
+    *folders, name = key.split(".")
+    for folder in folders:
+        inner = inner[folder]
+    inner[name] = there
+    path.write_text(yaml.safe_dump(saved))
+    assert inspect(same.runs("runs")[0])[0] == "finished"
+    state, reason = inspect(other.runs("runs")[0])
+    assert state == "blocked"
+    assert f"{key} is " in reason
+
+
+def test_seeds_and_settings_of_a_plan_can_be_replaced(here: Path) -> None:
+    plan_file = "experiments: [toy]\nalgorithms: [fedavg]\nseeds: [0, 1]\n"
+    (here / "configs/plan/mine.yaml").write_text(plan_file)
+    assert sweep_main(["mine", "--seed", "5", "5", "--set", "trainer.max_epochs=2"]) == 0
+    runs_made = sorted(p.parent.name for p in (here / "runs/toy").glob("*/done"))
+    assert runs_made == ["fedavg-s5"]
+    assert json.loads((here / "runs/toy/fedavg-s5/done").read_text())["rounds"] == 2
+
+
 def test_an_old_result_does_not_stand_for_new_settings(here: Path) -> None:
     execute(make_plan(set={LR: 0.1}), "runs", poll=0.02)
     assert inspect(make_plan(set={LR: "1e-1"}).runs("runs")[0])[0] == "finished"
@@ -1025,7 +1061,7 @@ def test_sweep_reports_failures_at_the_end(here: Path, capsys: pytest.CaptureFix
         ([], "fedmuon sweep: name a plan, or --experiment and --algorithm"),
         (["--experiment", "toy"], "fedmuon sweep: name a plan, or --experiment and --algorithm"),
         (["mine", "--algorithm", "fedavg"], "fedmuon sweep: name a plan, or --experiment and --al"),
-        (["mine", "--seed", "1"], "fedmuon sweep: name a plan, or --experiment and --algorithm"),
+        (["mine", "--set", "lr"], "fedmuon sweep: --set takes KEY=VALUE, such as trainer.max_"),
     ],
 )
 def test_a_bad_sweep_command_gets_one_sentence(
