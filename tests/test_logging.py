@@ -28,10 +28,15 @@ from federation import ClientLists, TinyNet, federate, trainer
 
 from fedmuon_pl import (
     Classification,
+    FedACG,
     FedAdam,
     FedAvg,
+    FedCM,
+    FedDyn,
     FederatedModule,
     FedMuon,
+    FedNova,
+    FedProx,
     LocalMuon,
     Scaffold,
 )
@@ -296,8 +301,16 @@ def tiny_data(clients=4, dtype=torch.float32):
         (partial(FedMuon, 0.1, align_rest=False), 49 + 42, 49 + 42 + 42),
         (partial(FedMuon, 0.1, alpha=0.0), 49 + 42, 49 + 42),
         (partial(FedMuon, 0.1, average_momentum=False), 49, 98),
+        (partial(FedProx, 0.1), 49, 49),
+        (partial(FedDyn, 0.1), 49, 49),  # h stays on the server, l_i with the client
+        (partial(FedNova, 0.1), 49, 49),  # K_i is known to the server
+        (partial(FedCM, 0.1), 49, 98),  # Delta down
+        (partial(FedACG, 0.1), 49, 49),  # the look-ahead point in the place of x
     ],
-    ids=["fedavg", "fedadam", "local_muon", "scaffold", "fedmuon", "matrices", "no_pull", "no_m"],
+    ids=[
+        *("fedavg", "fedadam", "local_muon", "scaffold", "fedmuon", "matrices", "no_pull", "no_m"),
+        *("fedprox", "feddyn", "fednova", "fedcm", "fedacg"),
+    ],
 )
 def test_bytes_with_batchnorm(algorithm, up, down, at_once, tmp_path):
     recorder, _ = federate(
