@@ -37,9 +37,10 @@ run: $(VENV)/.installed ## One run, resumed if it was interrupted: make run EXP=
 tensorboard: $(VENV)/.installed ## Curves of all methods of an experiment: make tensorboard EXP=mnist5k
 	$(BIN)/tensorboard --logdir $(RUNS)/$(EXP)
 
-readme: $(VENV)/.installed ## Regenerate the results table of README.md from the quickstart
+readme: $(VENV)/.installed ## Regenerate the results of README.md: the quickstart over three seeds
 	$(BIN)/fedmuon sweep quickstart --root $(RUNS)/readme
 	$(BIN)/fedmuon compare $(RUNS)/readme/mnist5k --markdown README.md --section quickstart
+	cp $(RUNS)/readme/mnist5k/compare/curves.png docs/quickstart.png
 
 tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k on the validation split
 	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned

@@ -36,24 +36,6 @@ class FedAvgM(Algorithm):
         super().__init__(TorchRule(lr, optimizer), server=rule)
 
 
-def _adaptive(
-    kind: Literal["adam", "yogi", "adagrad"],
-    server_lr: float,
-    beta1: float,
-    beta2: float,
-    tau: float,
-    bias_correction: bool,
-) -> partial[AdaptiveServer]:
-    return partial(
-        AdaptiveServer,
-        kind=kind,
-        lr=positive("server_lr", server_lr),
-        betas=(beta1, beta2),
-        tau=tau,
-        bias_correction=bias_correction,
-    )
-
-
 class FedAdam(Algorithm):
     """FedAdam (Reddi et al., "Adaptive Federated Optimization", arXiv 2003.00295, Algorithm 2).
 
@@ -71,6 +53,8 @@ class FedAdam(Algorithm):
         optimizer: The clients' optimiser.
     """
 
+    _kind: Literal["adam", "yogi"] = "adam"
+
     def __init__(
         self,
         lr: float,
@@ -81,37 +65,24 @@ class FedAdam(Algorithm):
         bias_correction: bool = False,
         optimizer: OptimizerFactory = torch.optim.SGD,
     ) -> None:
-        rule = _adaptive("adam", server_lr, beta1, beta2, tau, bias_correction)
+        rule = partial(
+            AdaptiveServer,
+            kind=self._kind,
+            lr=positive("server_lr", server_lr),
+            betas=(beta1, beta2),
+            tau=tau,
+            bias_correction=bias_correction,
+        )
         super().__init__(TorchRule(lr, optimizer), server=rule)
 
 
-class FedYogi(Algorithm):
-    """FedYogi (arXiv 2003.00295, Algorithm 2): FedAdam with Yogi's second moment.
+class FedYogi(FedAdam):
+    """FedYogi (arXiv 2003.00295, Algorithm 2): :class:`FedAdam` with Yogi's second moment.
 
-    ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``; all else as in :class:`FedAdam`.
-
-    Args:
-        lr: Local learning rate eta_l.
-        server_lr: Server learning rate eta.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        tau: Degree of adaptivity.
-        bias_correction: Whether to correct both moments as Adam does; the paper does not.
-        optimizer: The clients' optimiser.
+    ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``; all else, the arguments too, as there.
     """
 
-    def __init__(
-        self,
-        lr: float,
-        server_lr: float = 0.01,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        tau: float = 1e-3,
-        bias_correction: bool = False,
-        optimizer: OptimizerFactory = torch.optim.SGD,
-    ) -> None:
-        rule = _adaptive("yogi", server_lr, beta1, beta2, tau, bias_correction)
-        super().__init__(TorchRule(lr, optimizer), server=rule)
+    _kind = "yogi"
 
 
 class FedAdagrad(Algorithm):
@@ -133,5 +104,11 @@ class FedAdagrad(Algorithm):
         tau: float = 1e-3,
         optimizer: OptimizerFactory = torch.optim.SGD,
     ) -> None:
-        rule = _adaptive("adagrad", server_lr, beta1, 0.0, tau, bias_correction=False)
+        rule = partial(
+            AdaptiveServer,
+            kind="adagrad",
+            lr=positive("server_lr", server_lr),
+            betas=(beta1, 0.0),
+            tau=tau,
+        )
         super().__init__(TorchRule(lr, optimizer), server=rule)

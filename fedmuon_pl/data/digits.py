@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from .datamodule import FederatedDataModule, Splits
-from .partition import Partitioner
 from .sources import Arrays, digits, mnist5k, split
 
 __all__ = ["MNIST5k", "SklearnDigits"]
@@ -27,24 +26,8 @@ class MNIST5k(FederatedDataModule):
 
     3,000 for training, 1,000 for validation and 1,000 for testing, stratified and fixed; the
     subset has no official split. Pixels are normalised with MNIST's usual mean and deviation.
-
-    Args:
-        clients: How many clients hold the training data, N.
-        partition: Which client holds which samples.
-        partition_seed: The partition's own seed.
-        batch_size: B, samples in a local step.
-        eval_batch_size: Samples in an evaluation batch.
+    The arguments are those of :class:`FederatedDataModule`.
     """
-
-    def __init__(
-        self,
-        clients: int,
-        partition: Partitioner,
-        partition_seed: int = 0,
-        batch_size: int = 32,
-        eval_batch_size: int = 1000,
-    ) -> None:
-        super().__init__(clients, partition, partition_seed, batch_size, eval_batch_size)
 
     def load(self) -> Splits:
         """See the class."""
@@ -55,24 +38,8 @@ class SklearnDigits(FederatedDataModule):
     """scikit-learn's 1,797 digits, 8 x 8: small enough for tests.
 
     Split like :class:`MNIST5k`; pixels 0 to 16 are brought to about zero mean and unit deviation.
-
-    Args:
-        clients: How many clients hold the training data, N.
-        partition: Which client holds which samples.
-        partition_seed: The partition's own seed.
-        batch_size: B, samples in a local step.
-        eval_batch_size: Samples in an evaluation batch.
+    The arguments are those of :class:`FederatedDataModule`.
     """
-
-    def __init__(
-        self,
-        clients: int,
-        partition: Partitioner,
-        partition_seed: int = 0,
-        batch_size: int = 32,
-        eval_batch_size: int = 1000,
-    ) -> None:
-        super().__init__(clients, partition, partition_seed, batch_size, eval_batch_size)
 
     def load(self) -> Splits:
         """See the class."""
