@@ -55,7 +55,7 @@ class Algorithm:
         server: The server rule; plain averaging if None.
 
     Raises:
-        ValueError: If two mechanisms have the same name.
+        ValueError: If two mechanisms have the same name, or one that the server uses itself.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Algorithm:
         self.mechanisms = list(mechanisms)
         self.server = server or plain_average
         names = [m.name for m in self.mechanisms]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two mechanisms of one method have the same name: {names}")
+        if len({*names, "displacement", "buffers"}) != len(names) + 2:
+            raise ValueError(f"mechanisms need names of their own, not {names}")
 
     _arguments: dict[str, Any]
 
