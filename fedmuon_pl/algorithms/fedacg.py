@@ -57,8 +57,7 @@ class AcceleratedStart(Mechanism):
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
         """The new m: sum_i w_i (x_i - x^r)."""
-        for momentum, m in zip(self.server_state["momentum"], mean, strict=True):
-            momentum.copy_(m)
+        self.replace("momentum", mean)
 
 
 class FedACG(Algorithm):

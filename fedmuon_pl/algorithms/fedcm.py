@@ -41,12 +41,11 @@ class ClientMomentum(Mechanism):
 
     def end(self, run: LocalRun) -> Upload:
         """The client's direction; the server derives it from the displacement."""
-        return Upload(run.displacement_per_rate(), sent=False)
+        return Upload(run.direction(), sent=False)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
         """The new Delta."""
-        for delta, m in zip(self.server_state["delta"], mean, strict=True):
-            delta.copy_(-m)
+        self.replace("delta", mean)
 
 
 class FedCM(Algorithm):

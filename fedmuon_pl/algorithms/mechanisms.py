@@ -59,13 +59,12 @@ class Alignment(Mechanism):
 
     def end(self, run: LocalRun) -> Upload:
         """The clients' directions; the server derives them from the displacements."""
-        per_rate = run.displacement_per_rate()
-        return Upload([per_rate[i] for i in self.indices], sent=False)
+        direction = run.direction()
+        return Upload([direction[i] for i in self.indices], sent=False)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
         """The new Delta_g."""
-        for delta, m in zip(self.server_state["delta_g"], mean, strict=True):
-            delta.copy_(-m)
+        self.replace("delta_g", mean)
 
 
 class MomentumAveraging(Mechanism):
@@ -98,5 +97,4 @@ class MomentumAveraging(Mechanism):
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
         """The new Mbar."""
-        for momentum, m in zip(self.server_state["momentum"], mean, strict=True):
-            momentum.copy_(m)
+        self.replace("momentum", mean)

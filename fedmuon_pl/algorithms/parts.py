@@ -122,10 +122,10 @@ class LocalRun:
             self._displacement = list(torch._foreach_sub(self.x, self.x0))
         return self._displacement
 
-    def displacement_per_rate(self) -> Tensors:
-        """(x_i^{K_i} - x^r) / sum_k eta_{i,k}, and 0 where that sum is 0; ``(C, *shape)``."""
+    def direction(self) -> Tensors:
+        """-(x_i^{K_i} - x^r) / sum_k eta_{i,k}, and 0 where that sum is 0; ``(C, *shape)``."""
         total = [self.steps * lr for lr in self.lr]
-        inverse = [1 / s if s > 0 else 0.0 for s in total]
+        inverse = [-1 / s if s > 0 else 0.0 for s in total]
         return list(torch._foreach_mul(self.displacement(), inverse))
 
     def set_state(self, key: str, indices: Sequence[int], values: Sequence[Tensor]) -> None:
@@ -201,6 +201,11 @@ class Mechanism:
     def end(self, run: LocalRun) -> Upload | None:
         """After the last local step: what goes to the server."""
         return None
+
+    def replace(self, name: str, values: Tensors) -> None:
+        """Overwrites one entry of the server state, in place and in its own dtype."""
+        for mine, value in zip(self.server_state[name], values, strict=True):
+            mine.copy_(value)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
         """At the round's end, before the server's step: new server state from the averaged upload.

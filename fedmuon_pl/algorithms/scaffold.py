@@ -48,7 +48,7 @@ class ControlVariates(Mechanism):
                 f"round {run.round}: SCAFFOLD divides by the local learning rate, which is "
                 f"{min(run.lr)} in this round; use a schedule that stays positive"
             )
-        change = list(torch._foreach_neg(run.displacement_per_rate()))
+        change = run.direction()
         torch._foreach_sub_(change, self.server_state["c"])
         run.client_state["c_i"] = list(torch._foreach_add(run.client_state["c_i"], change))
         return Upload(change, by_weight=False)
