@@ -157,6 +157,12 @@ METHODS = {
         {**MUON, "average_momentum": False},
     ),
     "fedmuon-no-alignment": (muon(alpha=0.0), reference.fedmuon, {**MUON, "alpha": 0.0}),
+    "fedmuon-not-orthogonal": (
+        muon(orthogonalizer="none"),
+        reference.fedmuon,
+        {**MUON, "orthogonalize": lambda m: m},
+        {"alignment.delta_g": "delta_g", "momentum_averaging.momentum": "momentum"},
+    ),
     "fedmuon-head-in-rest": (
         muon(rest_patterns=["^fc"]),
         reference.fedmuon,

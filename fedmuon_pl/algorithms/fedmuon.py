@@ -10,7 +10,7 @@ from .mechanisms import Alignment, MomentumAveraging
 
 __all__ = ["FedMuon", "LocalMuon"]
 
-Method = Literal["newton_schulz", "polar_express", "svd"]
+Method = Literal["newton_schulz", "polar_express", "svd", "none"]
 DType = Literal["float32", "bfloat16", "float64"]
 
 
@@ -32,7 +32,7 @@ class FedMuon(Algorithm):
     The rest (biases, gains of norms) takes AdamW directions, its state reset every round, with its
     own rate in the same formula, (1 - alpha) and Delta_g included. Orthogonalisation, alignment
     and momentum averaging are three independent switches: ``alpha=0, average_momentum=False`` is
-    Local Muon. The defaults are the paper's equations; the paper's released code departs from
+    Local Muon, and ``orthogonalizer="none"`` makes its steps SGD's with momentum. The defaults are the paper's equations; the paper's released code departs from
     them (EMA momentum, Nesterov, ``scale="spectral"`` without flattening convolutions).
 
     Args:
@@ -43,7 +43,8 @@ class FedMuon(Algorithm):
         average_momentum: Whether clients start from the averaged momentum, else from zero.
         nesterov: Whether the orthogonalised matrix looks ahead: g + beta M.
         momentum_form: ``"classic"`` as above, or ``"ema"``: beta M + (1 - beta) g.
-        orthogonalizer: ``"newton_schulz"``, ``"polar_express"`` (arXiv 2505.16932) or ``"svd"``.
+        orthogonalizer: ``"newton_schulz"``, ``"polar_express"`` (arXiv 2505.16932), ``"svd"``, or
+            ``"none"``: O = M, which leaves SGD with momentum in FedMuon's frame.
         ns_steps: Iterations of the first two.
         ns_coefficients: Of Newton-Schulz; the quintic of Jordan et al. if None.
         ns_dtype: What the iteration is computed in; the weights' own if None.
@@ -112,7 +113,7 @@ class LocalMuon(FedMuon):
         beta: Momentum.
         nesterov: Whether the orthogonalised matrix looks ahead.
         momentum_form: ``"classic"`` or ``"ema"``.
-        orthogonalizer: ``"newton_schulz"``, ``"polar_express"`` or ``"svd"``.
+        orthogonalizer: ``"newton_schulz"``, ``"polar_express"``, ``"svd"`` or ``"none"``.
         ns_steps: Iterations of the first two.
         ns_coefficients: Of Newton-Schulz; the quintic of Jordan et al. if None.
         ns_dtype: What the iteration is computed in; the weights' own if None.

@@ -289,7 +289,8 @@ class Orthogonalizer:
     """A method of orthogonalisation with its options; call it on ``(..., rows, cols)``.
 
     Args:
-        method: ``newton_schulz``, ``polar_express`` or ``svd``.
+        method: ``newton_schulz``, ``polar_express``, ``svd``, or ``none``: the matrix itself, which
+            makes Muon SGD with momentum (the switch of an ablation).
         steps: Iterations of the first two; ``svd`` does not use it.
         coefficients: (a, b, c) of every step, for ``newton_schulz`` only. None: :data:`QUINTIC`.
         dtype: What is computed in. None: the input's dtype. Muon in its released form, and
@@ -301,7 +302,7 @@ class Orthogonalizer:
         ValueError: If a field has a value out of range, or one that ``method`` would ignore.
     """
 
-    method: Literal["newton_schulz", "polar_express", "svd"] = "newton_schulz"
+    method: Literal["newton_schulz", "polar_express", "svd", "none"] = "newton_schulz"
     steps: int = 5
     coefficients: tuple[float, float, float] | None = None
     dtype: Literal["float32", "bfloat16", "float64"] | None = None
@@ -320,6 +321,8 @@ class Orthogonalizer:
             self._refuse("steps", "at least 1")
         if abc is not None and (self.method != "newton_schulz" or len(abc) != 3):
             self._refuse("coefficients", "null, or (a, b, c) with the method newton_schulz")
+        if self.method == "none" and self.dtype is not None:
+            self._refuse("dtype", "null with the method none")
         if self.dtype not in (None, *_DTYPES) or (svd and self.dtype == "bfloat16"):
             self._refuse("dtype", "null, float32, float64 or (not for svd) bfloat16")
         if self.rtol is not None and not (svd and 0 <= self.rtol < 1):
@@ -335,6 +338,8 @@ class Orthogonalizer:
 
     def __call__(self, matrix: Tensor) -> Tensor:
         """Orthogonalise ``matrix``, shape ``(..., rows, cols)``; same shape and dtype out."""
+        if self.method == "none":
+            return matrix
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
         if self.method == "svd":
             x = matrix if dtype is None else matrix.to(dtype)
@@ -344,7 +349,7 @@ class Orthogonalizer:
         return newton_schulz(matrix, self.steps, self.coefficients or QUINTIC, self.eps, dtype)
 
 
-_METHODS = ("newton_schulz", "polar_express", "svd")
+_METHODS = ("newton_schulz", "polar_express", "svd", "none")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
