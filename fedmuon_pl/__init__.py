@@ -19,6 +19,8 @@ _EXPORTS = {
     "FedProx": "algorithms",
     "FedYogi": "algorithms",
     "LocalMuon": "algorithms",
+    "Mime": "algorithms",
+    "MimeLite": "algorithms",
     "Scaffold": "algorithms",
     "Classification": "tasks",
     "LanguageModelling": "tasks",

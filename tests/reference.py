@@ -489,8 +489,11 @@ def scaffold(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     weights: dict[int, int] | None = None,
+    data: dict[int, Batch] | None = None,
 ) -> Trace:
     """SCAFFOLD, Karimireddy et al., arXiv 1910.06378, Algorithm 1, option II, plain SGD.
+
+    With each client's whole ``data``, option I: c_i+ = grad f_i(x).
 
     x_i <- x_i - eta (g - c_i + c);
     c_i+ = c_i - c + (x - x_i^{K_i}) / (sum of the etas really used);
@@ -514,7 +517,9 @@ def scaffold(
                 sum_eta += eta
             x_i[i] = y
             c_new[i] = c_old
-            if sum_eta > 0:
+            if data is not None:
+                c_new[i] = gradient(x, data[i])
+            elif sum_eta > 0:
                 c_new[i] = add(subtract(c_old, c), subtract(x, y), 1 / sum_eta)
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
         for i in cohort:

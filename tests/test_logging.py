@@ -38,6 +38,8 @@ from fedmuon_pl import (
     FedNova,
     FedProx,
     LocalMuon,
+    Mime,
+    MimeLite,
     Scaffold,
 )
 from fedmuon_pl.cli import main
@@ -306,10 +308,13 @@ def tiny_data(clients=4, dtype=torch.float32):
         (partial(FedNova, 0.1), 49, 49),  # K_i is known to the server
         (partial(FedCM, 0.1), 49, 98),  # Delta down
         (partial(FedACG, 0.1), 49, 49),  # the look-ahead point in the place of x
+        (partial(Scaffold, 0.1, option="I"), 98, 98),
+        (partial(Mime, 0.1), 98, 147),  # the full gradient up; m and the mean gradient down
+        (partial(MimeLite, 0.1), 98, 98),
     ],
     ids=[
         *("fedavg", "fedadam", "local_muon", "scaffold", "fedmuon", "matrices", "no_pull", "no_m"),
-        *("fedprox", "feddyn", "fednova", "fedcm", "fedacg"),
+        *("fedprox", "feddyn", "fednova", "fedcm", "fedacg", "scaffold_i", "mime", "mimelite"),
     ],
 )
 def test_bytes_with_batchnorm(algorithm, up, down, at_once, tmp_path):

@@ -23,6 +23,8 @@ from fedmuon_pl import (
     FedProx,
     FedYogi,
     LocalMuon,
+    Mime,
+    MimeLite,
     Scaffold,
 )
 from fedmuon_pl.schedules import Cosine
@@ -111,6 +113,29 @@ METHODS = {
         reference.scaffold,
         {"lr": 0.2, "server_lr": 0.6, "population": 5},
         {"control_variates.c": "c"},
+    ),
+    "scaffold-option-i": (
+        partial(Scaffold, 0.2, option="I"),
+        reference.scaffold,
+        {"lr": 0.2, "population": 5, "data": DATA},
+        {"control_variates.c": "c"},
+    ),
+    "mime": (
+        partial(Mime, 0.3, beta=0.8, weight_decay=0.05),
+        reference.mime,
+        {"data": DATA, "lr": 0.3, "beta": 0.8, "weight_decay": 0.05},
+        {"global_momentum.momentum": "momentum"},
+    ),
+    "mime-classic": (
+        partial(Mime, 0.1, momentum_form="classic", server=partial(SGD, lr=0.7)),
+        reference.mime,
+        {"data": DATA, "lr": 0.1, "ema": False, "server_lr": 0.7},
+    ),
+    "mimelite": (
+        partial(MimeLite, 0.3, weight_decay=0.05),
+        reference.mimelite,
+        {"data": DATA, "lr": 0.3, "weight_decay": 0.05},
+        {"global_momentum.momentum": "momentum"},
     ),
     "local_muon": (muon(LocalMuon), reference.local_muon, MUON),
     "local_muon-decay": (

@@ -9,6 +9,7 @@ from .fedmuon import FedMuon, LocalMuon
 from .fednova import FedNova
 from .fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from .fedprox import FedProx
+from .mime import Mime, MimeLite
 from .scaffold import Scaffold
 
 __all__ = [
@@ -25,5 +26,7 @@ __all__ = [
     "FedProx",
     "FedYogi",
     "LocalMuon",
+    "Mime",
+    "MimeLite",
     "Scaffold",
 ]

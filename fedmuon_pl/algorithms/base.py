@@ -15,7 +15,7 @@ The first two are defined in :mod:`fedmuon_pl.algorithms.parts`.
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -101,6 +101,12 @@ class Algorithm:
             scales = [s * mechanism.local_scale(i) for i, s in enumerate(scales)]
         self._scales = scales
         self._built: dict[tuple[int, ...], list[Member]] = {}
+
+    def asks_for(self, kind: Literal["client", "cohort", "anchor"]) -> bool:
+        """Whether a mechanism needs a full gradient of that kind, or anchor gradients."""
+        if kind == "anchor":
+            return any(m.anchor_gradient for m in self.mechanisms)
+        return any(m.full_gradient == kind for m in self.mechanisms)
 
     def server_optimizer(self, params: Iterable[Tensor]) -> Optimizer:
         """The server optimiser over the global parameters."""
@@ -189,8 +195,7 @@ class Algorithm:
         """
         direction = means["displacement"]
         for mechanism in self.mechanisms:
-            if mechanism.name in means:
-                mechanism.aggregate(means[mechanism.name], cohort_size)
+            mechanism.aggregate(means.get(mechanism.name, []), cohort_size)
             direction = mechanism.server_direction(direction)
         return direction
 

@@ -32,8 +32,9 @@ class FedMuon(Algorithm):
     The rest (biases, gains of norms) takes AdamW directions, its state reset every round, with its
     own rate in the same formula, (1 - alpha) and Delta_g included. Orthogonalisation, alignment
     and momentum averaging are three independent switches: ``alpha=0, average_momentum=False`` is
-    Local Muon, and ``orthogonalizer="none"`` makes its steps SGD's with momentum. The defaults are the paper's equations; the paper's released code departs from
-    them (EMA momentum, Nesterov, ``scale="spectral"`` without flattening convolutions).
+    Local Muon, and ``orthogonalizer="none"`` makes its steps SGD's with momentum. The defaults are
+    the paper's equations; the paper's released code departs from them (EMA momentum, Nesterov,
+    ``scale="spectral"`` without flattening convolutions).
 
     Args:
         lr: eta of the matrices.

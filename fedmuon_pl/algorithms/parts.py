@@ -7,7 +7,7 @@ nothing here may mix them. Lists of tensors follow the order of the trainable pa
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,10 @@ class LocalRun:
         client_state: Per-client state by name, each tensor ``(C, *any)``: what was loaded before
             ``begin`` for each name in :attr:`Mechanism.client_state`; what a mechanism puts back
             in ``end`` is kept if the client's update is accepted.
+        full_gradient: The gradient of each client's loss over its whole data at x^r,
+            ``(C, *shape)``, where a mechanism asks for it (:attr:`Mechanism.full_gradient`).
+        anchor_gradient: The gradient at x^r of the batch of this step, ``(C, *shape)``, in
+            :meth:`Mechanism.correct`, where one asks for it (:attr:`Mechanism.anchor_gradient`).
     """
 
     round: int
@@ -114,6 +118,8 @@ class LocalRun:
     steps: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Tensors] = field(default_factory=dict)
+    full_gradient: Tensors | None = None
+    anchor_gradient: Tensors | None = None
     _displacement: Tensors | None = None
 
     def displacement(self) -> Tensors:
@@ -166,10 +172,18 @@ class Mechanism:
         client_state: Names of the per-client state that it keeps between rounds.
         server_state: What the server keeps and, unless :meth:`download` says otherwise, sends to
             the clients of the next round; saved in checkpoints.
+        full_gradient: Asks for a pass over each client's whole data at x^r before its local steps.
+            ``"client"``: the result is in :attr:`LocalRun.full_gradient`. ``"cohort"``: the whole
+            cohort makes its pass before any local step, and the mean comes to
+            :meth:`cohort_gradient`.
+        anchor_gradient: Asks for a second gradient of every batch, at x^r, with the same random
+            numbers (dropout), in :attr:`LocalRun.anchor_gradient`.
     """
 
     name: str
     client_state: tuple[str, ...] = ()
+    full_gradient: Literal["client", "cohort"] | None = None
+    anchor_gradient: bool = False
 
     def __init__(self) -> None:
         self.server_state: dict[str, Tensors] = {}
@@ -184,6 +198,13 @@ class Mechanism:
     def download(self) -> Tensors:
         """What a client receives beside x^r; for counting bytes."""
         return [t for tensors in self.server_state.values() for t in tensors]
+
+    def cohort_gradient(self, mean: Tensors) -> None:
+        """Before the first local step of a round, with ``full_gradient = "cohort"``.
+
+        Args:
+            mean: sum_i w_i grad f_i(x^r) over the cohort, in float64.
+        """
 
     def local_scale(self, index: int) -> float:
         """Factor on the local rule's learning rate for one parameter."""
@@ -211,7 +232,8 @@ class Mechanism:
         """At the round's end, before the server's step: new server state from the averaged upload.
 
         Args:
-            mean: The mean over the cohort of what :meth:`end` returned, in float64.
+            mean: The mean over the cohort of what :meth:`end` returned, in float64; empty if that
+                was nothing.
             cohort_size: S, the clients whose updates were accepted.
         """
 

@@ -52,7 +52,9 @@ _NAMES = {
     "feddyn": "FedDyn",
     "fedcm": "FedCM",
     "scaffold": "SCAFFOLD",
-    "mime": "MIME",
+    "scaffold_i": "SCAFFOLD (option I)",
+    "mime": "Mime",
+    "mimelite": "MimeLite",
     "fedadam": "FedAdam",
     "fedyogi": "FedYogi",
     "fedadagrad": "FedAdagrad",
@@ -60,6 +62,7 @@ _NAMES = {
     "fedacg": "FedACG",
     "local_adamw": "Local AdamW",
     "fedmuon_fedadam": "FedMuon + FedAdam",
+    "local_muon_fedavgm": "Local Muon + FedAvgM",
 }
 
 

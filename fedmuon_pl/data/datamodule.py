@@ -1,5 +1,6 @@
 """Data of a federation: who holds what, batches by index, evaluation in large batches."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -166,6 +167,12 @@ class FederatedDataModule(LightningDataModule):
             epochs=epochs,
             drop_last=drop_last,
         )
+
+    def client_samples(self, client: int, *, round: int, seed: int) -> list[IntArray]:
+        """All of a client's sample indices, shuffled, in batches of almost equal size."""
+        samples = self.partition[client]
+        order = numpy_rng(seed, "full_gradient", round, client).permutation(samples)
+        return np.array_split(order, math.ceil(len(order) / self.batch_size))
 
     def label_shares(self, clients: Sequence[int] | IntArray) -> np.ndarray:
         """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""

@@ -173,6 +173,38 @@ class FederatedServer(Callback):
     # -- what clients send --------------------------------------------------------------------
 
     @torch.no_grad()
+    def receive_full_gradients(self, clients: list[int], gradients: Tensors) -> None:
+        """Adds a block's gradients at x^r over the clients' whole data, ``(C, *shape)``.
+
+        Raises:
+            NonFiniteUpdate: If one is not finite and the policy is to stop.
+        """
+        assert self.plan is not None, "no round is open"
+        weights = [self._weight(c) for c in clients]
+        for c, client in enumerate(clients):
+            if not all(bool(g[c].isfinite().all()) for g in gradients):
+                if self.on_nonfinite == "stop":
+                    raise NonFiniteUpdate(
+                        f"round {self.plan.round}, client {client}: the gradient over its whole "
+                        f"data at x^r is infinite or not-a-number"
+                    )
+                weights[c] = 0
+        self._sums.add("full_gradient", gradients, weights)
+        self._bytes[0] += len(clients) * _nbytes([g[0] for g in gradients])
+
+    def mean_full_gradient(self) -> Tensors:
+        """The cohort's mean of :meth:`receive_full_gradients`, in float64.
+
+        Raises:
+            NonFiniteUpdate: If no client sent a finite one.
+        """
+        assert self.plan is not None, "no round is open"
+        means = self._sums.means()
+        if "full_gradient" not in means:
+            raise NonFiniteUpdate(f"round {self.plan.round}: no client sent a finite gradient")
+        return means["full_gradient"]
+
+    @torch.no_grad()
     def receive(
         self,
         run: LocalRun,
