@@ -15,6 +15,7 @@ commands:
   test       evaluate a checkpoint on the test set: ... --ckpt_path last
   partition  show who holds what: fedmuon partition -c base -c experiment/mnist5k
   sweep      run a plan of experiments x algorithms x grids x seeds: fedmuon sweep quickstart
+  heatmap    map of a sweep over two settings: fedmuon heatmap runs/sensitivity -o map
   compare    table and curves of finished runs: fedmuon compare runs/mnist5k
 
 `fedmuon COMMAND --help` says more. A configuration (-c) is a file, or a short name that is looked
@@ -49,6 +50,8 @@ def main(args: list[str] | None = None) -> int:
         return train_main(args)
     if command == "partition":
         from .compare.partition_command import partition_main as run
+    elif command == "heatmap":
+        from .compare.heatmap import heatmap_main as run
     elif command in ("sweep", "compare"):
         from .compare import commands
 
