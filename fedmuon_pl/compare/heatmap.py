@@ -37,8 +37,8 @@ def heat_map(runs: Sequence[RunData], metric: str = "val/acc") -> "pd.DataFrame"
         if len(point) != 2 or not all(sign for _, sign, _ in point):
             raise ConfigError(f"{run.folder}: {run.method} is no point of a grid of two settings")
         (first, _, a), (second, _, b) = point
-        values = run.metrics[metric].dropna() if metric in run.metrics else []
-        last = float(values.iloc[-1]) if len(values) else float("nan")
+        values = [] if metric not in run.metrics else run.metrics[metric].dropna().to_list()
+        last = values[-1] if values else float("nan")
         rows.append({first: _number(a), second: _number(b), metric: last})
     frame = pd.DataFrame(rows)
     return frame.pivot_table(metric, first, second, aggfunc="mean", dropna=False)
