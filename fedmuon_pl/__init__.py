@@ -29,6 +29,7 @@ _EXPORTS = {
     "FederatedServer": "server",
     "FederatedDataModule": "data.datamodule",
     "Splits": "data.datamodule",
+    "FashionMNIST": "data.fashion",
     "MNIST5k": "data.digits",
     "SklearnDigits": "data.digits",
     "IID": "data.partition",

@@ -211,12 +211,14 @@ def test_class_paths_exist():
                 yield from walk(v)
 
     import fedmuon_pl.data.digits
+    import fedmuon_pl.data.fashion
     import fedmuon_pl.data.partition
     import fedmuon_pl.models
     import fedmuon_pl.schedules
     import fedmuon_pl.tasks
 
-    places = [fedmuon_pl.algorithms, fedmuon_pl.data.digits, fedmuon_pl.data.partition]
+    places = [fedmuon_pl.algorithms, fedmuon_pl.data.digits, fedmuon_pl.data.fashion]
+    places += [fedmuon_pl.data.partition]
     places += [fedmuon_pl.models, fedmuon_pl.schedules, fedmuon_pl.tasks]
     files = sorted(CONFIGS.rglob("*.yaml"))
     assert len(files) > 8
@@ -256,11 +258,13 @@ def test_experiments_have_the_same_keys_in_the_same_order():
             if isinstance(v, dict) and k != "init_args":
                 yield from keys(v, f"{path}{k}.")
 
+    # What base.yaml says for all, an experiment may say for itself.
+    base = {f"trainer.{k}" for k in yaml.safe_load((CONFIGS / "base.yaml").read_text())["trainer"]}
     shapes = {}
     for path in sorted((CONFIGS / "experiment").glob("*.yaml")):
         config = yaml.safe_load(path.read_text())
         assert config["experiment"] == path.stem
         assert "algorithm" not in config["model"]
-        shapes[path.stem] = list(keys(config))
+        shapes[path.stem] = [key for key in keys(config) if key not in base]
     assert len(shapes) > 1
     assert len(set(map(tuple, shapes.values()))) == 1

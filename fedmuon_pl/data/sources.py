@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from fedmuon_pl.seeding import numpy_rng
 
-__all__ = ["Arrays", "digits", "mnist5k", "split"]
+__all__ = ["Arrays", "digits", "mnist5k", "split", "stratified"]
 
 _MNIST5K_SHA256 = "846f6cad587fea3877f6e0fe0a1968dfc68867ce170d3bc9fc2dccdbed17961d"
 
@@ -182,6 +183,44 @@ def split(
                 f"validation or test"
             )
     return train, val, held_out
+
+
+def stratified(
+    labels: npt.NDArray[np.integer[Any]], seed: int, sizes: Sequence[int]
+) -> list[npt.NDArray[np.int64]]:
+    """Fixed disjoint stratified parts of exactly the given sizes.
+
+    Each part has its share of every class, to one (largest remainders). A part does not depend on
+    the sizes of those after it.
+
+    Args:
+        labels: The class of every sample, integers, shape ``(n,)``.
+        seed: The seed of the draw.
+        sizes: Samples of each part, in all at most n.
+
+    Returns:
+        Ascending indices, part after part.
+
+    Raises:
+        ValueError: If a size is below 1 or there are not that many samples.
+    """
+    if min(sizes) < 1 or sum(sizes) > labels.size:
+        raise ValueError(f"parts of {list(sizes)} of {labels.size} samples cannot be taken")
+    rng = numpy_rng(seed, "stratified")
+    codes = np.unique(labels, return_inverse=True)[1]
+    order = rng.permutation(labels.size)
+    order = order[np.argsort(codes[order], kind="stable")]  # class after class, each shuffled
+    left = np.bincount(codes)
+    first = np.cumsum(left) - left
+    parts = []
+    for size in sizes:
+        # Whole shares, then one more for those with the largest remainders.
+        counts, rest = np.divmod(left * size, left.sum())
+        counts[np.argsort(-rest, kind="stable")[: size - counts.sum()]] += 1
+        taken = [order[a : a + c] for a, c in zip(first, counts, strict=True)]
+        parts.append(np.sort(np.concatenate(taken)).astype(np.int64))
+        first, left = first + counts, left - counts
+    return parts
 
 
 def _cache_dir() -> Path | None:
