@@ -58,6 +58,11 @@ _NAMES = {
     "fedadagrad": "FedAdagrad",
     "fedadamw": "FedAdamW",
     "fedacg": "FedACG",
+    "fedpac_adamw": "FedPAC (AdamW)",
+    "fedpac_soap": "FedPAC (SOAP)",
+    "aligned_sgd": "Aligned SGD",
+    "aligned_adamw": "Aligned AdamW",
+    "local_soap": "Local SOAP",
     "local_adamw": "Local AdamW",
     "fedmuon_fedadam": "FedMuon + FedAdam",
 }
