@@ -16,6 +16,7 @@ _EXPORTS = {
     "FedDyn": "algorithms",
     "FedMuon": "algorithms",
     "FedNova": "algorithms",
+    "FedPAC": "algorithms",
     "FedProx": "algorithms",
     "FedYogi": "algorithms",
     "LocalMuon": "algorithms",
@@ -35,6 +36,7 @@ _EXPORTS = {
     "IID": "data.partition",
     "DirichletByClass": "data.partition",
     "DirichletByClient": "data.partition",
+    "AdamW": "optim.adamw",
     "Muon": "optim.muon",
 }
 

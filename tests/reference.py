@@ -1044,6 +1044,98 @@ def fedadamw(
 
 
 # --------------------------------------------------------------------------------------------------
+# FedPAC: an aligned frame around any optimiser
+# --------------------------------------------------------------------------------------------------
+
+State = dict[str, Any]
+LocalOptimizer = tuple[Callable[[Tensor], State], Callable[[State, Tensor], tuple[State, Tensor]]]
+
+
+def heavy_ball(beta: float) -> LocalOptimizer:
+    """M <- beta M + g, which is also the direction."""
+
+    def step(state: State, g: Tensor) -> tuple[State, Tensor]:
+        M = beta * state["momentum"] + g
+        return {"momentum": M}, M
+
+    return lambda p: {"momentum": torch.zeros_like(p)}, step
+
+
+def adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> LocalOptimizer:
+    """Adam's moments m and v, each with the number of steps it has seen; arXiv 1412.6980.
+
+    E[m] = (1 - b1^s) E[g] after s steps from 0, whichever client made them: averaged with the
+    count, a moment keeps this.
+    """
+    b1, b2 = betas
+
+    def step(state: State, g: Tensor) -> tuple[State, Tensor]:
+        m = b1 * state["m"] + (1 - b1) * g
+        v = b2 * state["v"] + (1 - b2) * g**2
+        s, t = state["m_count"] + 1, state["v_count"] + 1
+        direction = m / (1 - b1**s) / (torch.sqrt(v / (1 - b2**t)) + eps)
+        return {"m": m, "v": v, "m_count": s, "v_count": t}, direction
+
+    def empty(p: Tensor) -> State:
+        return {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "m_count": 0, "v_count": 0}
+
+    return empty, step
+
+
+def fedpac(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    optimizer: LocalOptimizer,
+    averaged: tuple[str, ...],
+    alpha: float = 0.5,
+    weight_decay: float = 0.0,
+    server_lr: Rate = 1.0,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedPAC, Liu et al., arXiv 2602.19271, its beta called alpha.
+
+    K_i times from Theta_i = Theta_bar (what is not averaged from empty):
+        y <- y (1 - (1-alpha) eta wd);  y <- y - eta [(1-alpha) P_Theta(g) + alpha Delta_g]
+    Server: Delta_g <- -sum_i w_i (x_i - x) / (K_i eta);  Theta_bar <- sum_i w_i Theta_i;
+    x <- x + server_lr sum_i w_i (x_i - x).
+    """
+    empty, local_step = optimizer
+    x, delta_g, trace = copy(x0), zeros(x0), Trace()
+    theta = {name: empty(p) for name, p in x0.items()}
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+        x_i, theta_i = {}, {}
+        for i, batches in cohort.items():
+            y, state = copy(x), copy(theta)
+            for batch in batches:
+                g = clip(gradient(y, batch), clip_norm)
+                for name in y:
+                    state[name], d = local_step(state[name], g[name])
+                    y[name] = y[name] * (1 - (1 - alpha) * eta * weight_decay)
+                    y[name] = y[name] - eta * ((1 - alpha) * d + alpha * delta_g[name])
+            x_i[i], theta_i[i] = y, state
+        delta_g = mean_direction(
+            x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w
+        )
+        for name, p in x0.items():
+            fresh = empty(p)
+            theta[name] = {
+                key: sum(w[i] * theta_i[i][name][key] for i in cohort)
+                if key.removesuffix("_count") in averaged
+                else fresh[key]
+                for key in fresh
+            }
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        means = {key: {n: theta[n][key] for n in x0} for key in averaged}
+        trace.record(x, delta_g=delta_g, **means)
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------
 # More Muon
 # --------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from federation import TinyNet, federate
 
 from fedmuon_pl import (
+    AdamW,
     FedACG,
     FedAdagrad,
     FedAdam,
@@ -20,6 +21,7 @@ from fedmuon_pl import (
     FedDyn,
     FedMuon,
     FedNova,
+    FedPAC,
     FedProx,
     FedYogi,
     LocalMuon,
@@ -147,7 +149,7 @@ METHODS = {
         muon(),
         reference.fedmuon,
         MUON,
-        {"alignment.delta_g": "delta_g", "momentum_averaging.momentum": "momentum"},
+        {"alignment.delta_g": "delta_g", "state_averaging.momentum_buffer": "momentum"},
     ),
     "fedmuon-newton-schulz": (
         muon(orthogonalizer="newton_schulz"),
@@ -192,6 +194,48 @@ METHODS = {
         muon(rest_patterns=["^fc"]),
         reference.fedmuon,
         {**MUON, "matrix": lambda name, p: p.ndim >= 2 and not name.startswith("fc")},
+    ),
+    "fedpac_adamw": (
+        partial(FedPAC, 0.02, partial(AdamW, weight_decay=0.1)),
+        reference.fedpac,
+        {
+            "lr": 0.02,
+            "optimizer": reference.adam(),
+            "averaged": ("v",),
+            "weight_decay": 0.1,
+        },
+        {"alignment.delta_g": "delta_g", "state_averaging.exp_avg_sq": "v"},
+    ),
+    "fedpac-server-lr": (
+        # Without a large eps, m over a v that has seen one gradient knows no bound.
+        partial(FedPAC, 0.02, partial(AdamW, eps=0.1), 0.3, ["exp_avg"], partial(SGD, lr=0.7)),
+        reference.fedpac,
+        {
+            "lr": 0.02,
+            "optimizer": reference.adam(eps=0.1),
+            "averaged": ("m",),
+            "alpha": 0.3,
+            "weight_decay": 0.01,
+            "server_lr": 0.7,
+        },
+        {"state_averaging.exp_avg": "m"},
+    ),
+    "aligned_adamw": (
+        partial(FedPAC, 0.02, averaged=["exp_avg", "exp_avg_sq"]),
+        reference.fedpac,
+        {
+            "lr": 0.02,
+            "optimizer": reference.adam(),
+            "averaged": ("m", "v"),
+            "weight_decay": 0.01,
+        },
+        {"state_averaging.exp_avg": "m", "state_averaging.exp_avg_sq": "v"},
+    ),
+    "aligned_sgd": (
+        partial(FedPAC, 0.1, partial(SGD, momentum=0.95), averaged=["momentum_buffer"]),
+        reference.fedpac,
+        {"lr": 0.1, "optimizer": reference.heavy_ball(0.95), "averaged": ("momentum",)},
+        {"alignment.delta_g": "delta_g", "state_averaging.momentum_buffer": "momentum"},
     ),
 }
 
@@ -256,6 +300,46 @@ def test_method_equals_its_reference(name, setting, tmp_path):
         for ours, reference_state in zip(recorder.state, trace.state, strict=True):
             for tensor, value in zip(ours[mine], reference_state[theirs].values(), strict=False):
                 torch.testing.assert_close(tensor, value, rtol=0, atol=1e-9)
+
+
+def test_torchs_adam_goes_on_with_its_one_count(tmp_path):
+    # Its count is a float32 number: exact for equal work.
+    averaged = ["exp_avg", "exp_avg_sq"]
+    algorithm = FedPAC(0.02, torch.optim.Adam, averaged=averaged)
+    recorder, _ = federate(algorithm, DATA, tmp_path, network=X0Net, clients_at_once=3)
+    arguments = {"optimizer": reference.adam(), "averaged": ("m", "v")}
+    trace = reference.fedpac(X0, GRADIENT, recorder.rounds, lr=0.02, **arguments)
+    for ours, theirs in zip(recorder.x, trace.x, strict=True):
+        for key in theirs:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "averaged", "message"),
+    [
+        (AdamW, ["momentum_buffer"], "no local optimiser keeps a state 'momentum_buffer'.*exp_avg"),
+        (SGD, ["momentum_buffer"], "no local optimiser keeps a state"),
+        (torch.optim.AdamW, ["exp_avg"], r"AdamW cannot start.*without \['exp_avg_sq'\]"),
+    ],
+)
+def test_states_that_cannot_be_averaged(optimizer, averaged, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        federate(FedPAC(0.02, optimizer, averaged=averaged), DATA, tmp_path, network=X0Net)
+
+
+def test_one_client_that_shares_all_states_never_stopped(tmp_path):
+    # 4 rounds of 3 steps are 12 steps of torch's AdamW on the same batches.
+    algorithm = FedPAC(0.02, alpha=0.0, averaged=["exp_avg", "exp_avg_sq"])
+    recorder, _ = federate(algorithm, {0: DATA[0]}, tmp_path, network=X0Net, cohort=1)
+    network = X0Net()
+    optimizer = torch.optim.AdamW(network.parameters(), 0.02)
+    for cohort in recorder.rounds:
+        for inputs, labels in cohort[0]:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(network(inputs), labels).backward()
+            optimizer.step()
+    for key, value in network.named_parameters():
+        torch.testing.assert_close(recorder.x[-1][key], value.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", METHODS)

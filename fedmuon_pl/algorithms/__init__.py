@@ -8,6 +8,7 @@ from .feddyn import FedDyn
 from .fedmuon import FedMuon, LocalMuon
 from .fednova import FedNova
 from .fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from .fedpac import FedPAC
 from .fedprox import FedProx
 from .mime import Mime, MimeLite
 from .scaffold import Scaffold
@@ -23,6 +24,7 @@ __all__ = [
     "FedDyn",
     "FedMuon",
     "FedNova",
+    "FedPAC",
     "FedProx",
     "FedYogi",
     "LocalMuon",

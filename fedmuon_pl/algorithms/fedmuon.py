@@ -6,7 +6,7 @@ from typing import Literal
 from ..optim.orthogonalize import Orthogonalizer
 from .base import Algorithm, ServerRule
 from .local import MuonRule
-from .mechanisms import Alignment, MomentumAveraging
+from .mechanisms import Alignment, StateAveraging
 
 __all__ = ["FedMuon", "LocalMuon"]
 
@@ -98,7 +98,7 @@ class FedMuon(Algorithm):
         )
         # alpha = 0 needs no mechanism: nothing is sent, and the steps are the plain ones.
         align = [Alignment(alpha, None if align_rest else rule)] if alpha != 0 else []
-        average = [MomentumAveraging(rule)] if average_momentum else []
+        average = [StateAveraging(rule, ["momentum_buffer"])] if average_momentum else []
         super().__init__(rule, [*align, *average], server)
 
 

@@ -40,6 +40,9 @@ ELEMENTWISE = frozenset(
 class TorchRule(LocalRule):
     """Any optimiser of ``torch.optim``, made anew for every client and round.
 
+    One of another class, too. Clients can train side by side if its class says ``elementwise =
+    True``, or takes ``client_axis`` as :class:`fedmuon_pl.optim.muon.Muon` does.
+
     Args:
         lr: The learning rate eta of every parameter.
         optimizer: The optimiser's class or a partial of it, with its other arguments.
@@ -71,8 +74,11 @@ class TorchRule(LocalRule):
                 self.keywords["fused"] = True
             elif self.keywords.get("foreach") is None:
                 self.keywords["foreach"] = True
+        self._takes_axis = "client_axis" in signature
         self.elementwise = (
-            kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+            self._takes_axis
+            or getattr(kind, "elementwise", False)
+            or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
         )
 
     def rates(self, setting: Setting) -> list[float]:
@@ -81,7 +87,9 @@ class TorchRule(LocalRule):
 
     def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
         """One optimiser over all parameters."""
-        return [Member(self.kind(leaves, lr=self.lr, **self.keywords), list(range(len(leaves))))]
+        axis = {"client_axis": client_axis} if self._takes_axis else {}
+        optimizer = self.kind(leaves, lr=self.lr, **self.keywords, **axis)
+        return [Member(optimizer, list(range(len(leaves))))]
 
 
 class MuonRule(LocalRule):

@@ -1,12 +1,17 @@
 """Mechanisms that several methods share."""
 
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ..clients import Tensors
-from .base import LocalRun, Mechanism, Setting, Upload
+from .base import LocalRule, LocalRun, Mechanism, Setting, Upload
 from .local import MuonRule
 
-__all__ = ["Alignment", "MomentumAveraging"]
+__all__ = ["Alignment", "StateAveraging"]
 
 
 class Alignment(Mechanism):
@@ -67,34 +72,94 @@ class Alignment(Mechanism):
         self.replace("delta_g", mean)
 
 
-class MomentumAveraging(Mechanism):
-    """Clients start from the cohort's averaged momentum instead of zero.
+class StateAveraging(Mechanism):
+    """Clients start from the cohort's averaged optimiser state instead of an empty one.
 
-    ``M_i^{r,0} = Mbar^r``, and ``Mbar^{r+1} = sum_i w_i M_i^{r,K_i}``, ``Mbar^0 = 0`` (FedMuon,
-    arXiv 2510.27403).
+    With Theta the named states of the local optimiser: ``Theta_i^{r,0} = Thetabar^r`` and
+    ``Thetabar^{r+1} = sum_i w_i Theta_i^{r,K_i}``, ``Thetabar^0 = 0``. Muon's momentum makes it
+    FedMuon's mechanism (arXiv 2510.27403), a preconditioner FedPAC's (arXiv 2602.19271).
+
+    The steps that a state has behind it are averaged with it, one number each: a warm-started
+    moment of Adam's is corrected for all of them, not for those of its round alone, so that one
+    client that starts from its own states is as if it had never stopped. States that are not named
+    start anew every round.
 
     Args:
-        rule: The local rule whose matrices carry the momentum.
+        rule: The local rule whose optimisers keep the states.
+        states: Their names in the optimiser's state, such as ``"momentum_buffer"``; ``"gram"``
+            also stands for ``"gram_0"``, ``"gram_1"`` and so on. Parameters without such a state
+            are left alone.
+
+    Raises:
+        ValueError: In ``setup``, if no optimiser keeps a named state, or one that cannot fill in
+            the rest of its state would have to: of torch's Adam, for one, all or nothing can be
+            averaged, as both moments share one count.
     """
 
-    name = "momentum_averaging"
+    name = "state_averaging"
 
-    def __init__(self, rule: MuonRule) -> None:
+    def __init__(self, rule: LocalRule, states: Sequence[str]) -> None:
         super().__init__()
         self._rule = rule
+        self._names = [re.compile(rf"{re.escape(name)}(_\d+)?") for name in states]
+        self._states = list(states)
 
     def setup(self, setting: Setting) -> None:
-        """Sets Mbar to zero."""
-        self.server_state = {"momentum": setting.zeros(self._rule.matrices)}
+        """Sets every averaged state to zero."""
+        self._indices: dict[str, list[int]] = {}
+        self._counted: dict[str, list[int]] = {}
+        self.server_state = {}
+        found: dict[str, set[str]] = {}
+        for kind, index, state in self._rule.state_like(setting):
+            found.setdefault(kind.__name__, set()).update(state)
+            wanted = [key for key in state if any(n.fullmatch(key) for n in self._names)]
+            for key in wanted:
+                self._indices.setdefault(key, []).append(index)
+                like = torch.zeros_like(state[key])
+                self.server_state.setdefault(key, []).append(like)
+            for key in self._counts(kind, state, wanted) if wanted else ():
+                self._counted.setdefault(key, []).append(index)
+        for name, pattern in zip(self._states, self._names, strict=True):
+            if not any(map(pattern.fullmatch, self._indices)):
+                have = "; ".join(f"{k}: {sorted(v)}" for k, v in found.items())
+                raise ValueError(f"no local optimiser keeps a state {name!r} ({have})")
+        for key in self._counted:
+            self.server_state[key] = [setting.x[0].new_zeros((), dtype=torch.float64)]
+
+    def _counts(self, kind: type, state: Mapping[str, Any], wanted: Sequence[str]) -> set[str]:
+        """Names of the step counts that belong to the wanted states."""
+        own: Mapping[str, str] | None = getattr(kind, "counts", None)
+        if own is not None:
+            return {own[key] for key in wanted if key in own}
+        counts = {k for k, v in state.items() if not isinstance(v, Tensor) or v.ndim == 0}
+        missing = set(state) - counts - set(wanted)
+        if missing:
+            raise ValueError(
+                f"{kind.__name__} cannot start from {wanted} without {sorted(missing)}: name all "
+                f"of them, or take an optimiser that can, such as fedmuon_pl.optim.adamw.AdamW"
+            )
+        return counts - set(wanted)
 
     def begin(self, run: LocalRun) -> None:
-        """M_i^{r,0} = Mbar^r."""
-        run.set_state("momentum_buffer", self._rule.matrices, self.server_state["momentum"])
+        """Theta_i^{r,0} = Thetabar^r."""
+        counts = {key: float(self.server_state[key][0]) for key in self._counted}
+        if counts and not any(counts.values()):
+            return  # before the first mean each optimiser makes its own state
+        for key, indices in self._indices.items():
+            run.set_state(key, indices, self.server_state[key])
+        for key, count in counts.items():
+            run.set_count(key, self._counted[key], count)
 
     def end(self, run: LocalRun) -> Upload:
-        """M_i^{r,K_i}."""
-        return Upload(run.get_state("momentum_buffer", self._rule.matrices))
+        """Theta_i^{r,K_i}."""
+        tensors = [t for key, ids in self._indices.items() for t in run.get_state(key, ids)]
+        for key, ids in self._counted.items():
+            count = run.get_count(key, ids[0])
+            tensors.append(self.server_state[key][0].new_full((len(run.clients),), count))
+        return Upload(tensors)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """The new Mbar."""
-        self.replace("momentum", mean)
+        """The new Thetabar."""
+        parts = iter(mean)
+        for key in [*self._indices, *self._counted]:
+            self.replace(key, [next(parts) for _ in self.server_state[key]])

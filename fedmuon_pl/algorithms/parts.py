@@ -5,7 +5,7 @@ nothing here may mix them. Lists of tensors follow the order of the trainable pa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -68,6 +68,21 @@ class LocalRule(ABC):
         Every parameter belongs to exactly one member, and the parameters of one parameter group
         have the same rate.
         """
+
+    def state_like(self, setting: Setting) -> Iterator[tuple[type, int, dict[str, Any]]]:
+        """What the optimisers keep: (their class, a parameter's index, its state by name).
+
+        Of the states only names, kinds and shapes mean anything; they come from one step of every
+        optimiser from zero weights with zero gradients, without a client axis.
+        """
+        leaves = [torch.zeros_like(x, requires_grad=True) for x in setting.x]
+        for leaf in leaves:
+            leaf.grad = torch.zeros_like(leaf)
+        for optimizer, indices in self.build(leaves, client_axis=False):
+            optimizer.step()
+            for i in indices:
+                state = optimizer.state.get(leaves[i], {})
+                yield type(optimizer), i, {k: v for k, v in state.items() if v is not None}
 
 
 class Upload(NamedTuple):
@@ -140,14 +155,15 @@ class LocalRun:
         Args:
             key: The optimiser's name for it, such as ``"momentum_buffer"``.
             indices: Which parameters.
-            values: One tensor of ``shape`` for each.
+            values: One tensor for each, without a client axis.
         """
         for i, value in zip(indices, values, strict=True):
             optimizer, leaf = self._leaf(i)
-            optimizer.state[leaf][key] = value.expand_as(leaf).clone()
+            axis = (len(self.clients),) if self.client_axis else ()
+            optimizer.state[leaf][key] = value.expand(*axis, *value.shape).clone()
 
     def get_state(self, key: str, indices: Sequence[int]) -> Tensors:
-        """Reads optimiser state as ``(C, *shape)`` views; zeros where there is none."""
+        """Reads optimiser state as ``(C, *any)`` views; weight-like zeros where there is none."""
         out = []
         for i in indices:
             optimizer, leaf = self._leaf(i)
@@ -155,6 +171,23 @@ class LocalRun:
             value = torch.zeros_like(leaf, requires_grad=False) if value is None else value
             out.append(value if self.client_axis else value.unsqueeze(0))
         return out
+
+    def set_count(self, key: str, indices: Sequence[int], value: float) -> None:
+        """Places a step count, which an optimiser keeps once for all clients of a block.
+
+        As torch's optimisers keep it, a tensor in the dtype and place of their fused kernels, or,
+        where the optimiser names its ``counts``, as a number.
+        """
+        for i in indices:
+            optimizer, leaf = self._leaf(i)
+            number = hasattr(optimizer, "counts")
+            count = value if number else torch.tensor(value, dtype=torch.float32).to(leaf.device)
+            optimizer.state[leaf][key] = count
+
+    def get_count(self, key: str, index: int) -> float:
+        """Reads a step count; 0 where there is none."""
+        optimizer, leaf = self._leaf(index)
+        return float(optimizer.state[leaf].get(key, 0.0))
 
     def _leaf(self, index: int) -> tuple[Optimizer, Tensor]:
         for optimizer, indices in self.members:
