@@ -2,28 +2,38 @@
 
 from .base import Algorithm
 from .fedacg import FedACG
+from .fedadamw import FedAdamW
 from .fedavg import FedAvg
 from .fedcm import FedCM
 from .feddyn import FedDyn
+from .fedlada import FedLADA
 from .fedmuon import FedMuon, LocalMuon
+from .fedmuon_lmo import FedMuonLMO
 from .fednova import FedNova
 from .fedopt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from .fedprox import FedProx
+from .muloco import MuLoCo
 from .scaffold import Scaffold
+from .server_muon import ServerMuon
 
 __all__ = [
     "Algorithm",
     "FedACG",
     "FedAdagrad",
     "FedAdam",
+    "FedAdamW",
     "FedAvg",
     "FedAvgM",
     "FedCM",
     "FedDyn",
+    "FedLADA",
     "FedMuon",
+    "FedMuonLMO",
     "FedNova",
     "FedProx",
     "FedYogi",
     "LocalMuon",
+    "MuLoCo",
     "Scaffold",
+    "ServerMuon",
 ]
