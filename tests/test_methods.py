@@ -188,7 +188,7 @@ METHODS = {
         muon(orthogonalizer="none"),
         reference.fedmuon,
         {**MUON, "orthogonalize": lambda m: m},
-        {"alignment.delta_g": "delta_g", "momentum_averaging.momentum": "momentum"},
+        {"alignment.delta_g": "delta_g", "state_averaging.momentum_buffer": "momentum"},
     ),
     "fedmuon-head-in-rest": (
         muon(rest_patterns=["^fc"]),

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optim.muon import Muon
+from ..optim.carried import CarriedAdamW
+from ..optim.lmo import LMO
+from ..optim.muon import Muon, Scale
 from ..optim.orthogonalize import Orthogonalizer
 from ..optim.routing import split_parameters
 from .base import LocalRule, Member, Setting
 
-__all__ = ["ELEMENTWISE", "MuonRule", "OptimizerFactory", "TorchRule"]
+__all__ = ["ELEMENTWISE", "AdamRule", "LMORule", "MuonRule", "OptimizerFactory", "TorchRule"]
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 """A ``torch.optim`` class, or a partial of one; its own ``lr`` must be left alone."""
@@ -111,6 +113,7 @@ class MuonRule(LocalRule):
         rest_betas: AdamW's.
         rest_eps: AdamW's.
         rest_patterns: Regular expressions; matrices whose name matches one belong to the rest.
+        rest_kind: The rest's optimiser if not ``torch.optim.AdamW``; it takes the same arguments.
     """
 
     def __init__(
@@ -122,11 +125,12 @@ class MuonRule(LocalRule):
         nesterov: bool,
         momentum_form: Literal["classic", "ema"],
         orthogonalizer: Orthogonalizer,
-        scale: Literal["none", "spectral", "rms"],
+        scale: Scale,
         weight_decay: float,
         rest_betas: tuple[float, float],
         rest_eps: float,
         rest_patterns: Sequence[str],
+        rest_kind: Callable[..., Optimizer] | None = None,
     ) -> None:
         self.lr = positive("lr", lr)
         self.rest_lr = positive("rest_lr", rest_lr)
@@ -140,22 +144,18 @@ class MuonRule(LocalRule):
             scale=scale,
             orthogonalizer=orthogonalizer,
         )
-        self._rest: Callable[..., Optimizer] = partial(
-            torch.optim.AdamW,
+        self._rest = partial(
+            rest_kind or partial(torch.optim.AdamW, fused=True),
             lr=rest_lr,
             betas=rest_betas,
             eps=rest_eps,
             weight_decay=weight_decay,
-            fused=True,
         )
         self.rest_patterns = list(rest_patterns)
 
     def setup(self, setting: Setting) -> None:
         """Decides which parameters are matrices."""
-        shapes = {n: x.shape for n, x in zip(setting.names, setting.x, strict=True)}
-        matrices, rest = split_parameters(shapes, self.rest_patterns)
-        self.matrices = [setting.names.index(n) for n in matrices]
-        self.rest = [setting.names.index(n) for n in rest]
+        self.matrices, self.rest = _split(setting, self.rest_patterns)
 
     def rates(self, setting: Setting) -> list[float]:
         """``lr`` for the matrices, ``rest_lr`` for the rest."""
@@ -170,6 +170,82 @@ class MuonRule(LocalRule):
         if self.rest:
             members.append(Member(self._rest([leaves[i] for i in self.rest]), self.rest))
         return members
+
+
+class AdamRule(LocalRule):
+    """:class:`~fedmuon_pl.optim.carried.CarriedAdamW` on every parameter.
+
+    Args:
+        lr: The learning rate eta of every parameter.
+        options: The optimiser's other arguments.
+    """
+
+    def __init__(self, lr: float, **options: Any) -> None:  # noqa: ANN401
+        self.lr = positive("lr", lr)
+        self.options = options
+
+    def rates(self, setting: Setting) -> list[float]:
+        """The same for every parameter."""
+        return [self.lr] * len(setting.x)
+
+    def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
+        """One optimiser over all parameters."""
+        return [Member(CarriedAdamW(leaves, lr=self.lr, **self.options), list(range(len(leaves))))]
+
+
+class LMORule(LocalRule):
+    """:class:`~fedmuon_pl.optim.lmo.LMO` on every parameter: spectral for matrices, 2-norm else.
+
+    Args:
+        lr: eta of every parameter.
+        alpha: Weight of the newest gradient in the momentum, in (0, 1].
+        orthogonalizer: How the polar factor is computed.
+        scale: Step scale of a matrix, see :class:`fedmuon_pl.optim.muon.Muon`.
+        rest_patterns: Regular expressions; matrices whose name matches one take the 2-norm, of the
+            whole tensor.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        lr: float,
+        alpha: float,
+        orthogonalizer: Orthogonalizer,
+        scale: Scale,
+        rest_patterns: Sequence[str],
+    ) -> None:
+        self.lr = positive("lr", lr)
+        if not 0 < alpha <= 1:
+            raise ValueError(f"alpha={alpha}: must be in (0, 1]")
+        self._lmo = partial(LMO, alpha=alpha, orthogonalizer=orthogonalizer, scale=scale)
+        self.rest_patterns = list(rest_patterns)
+
+    def setup(self, setting: Setting) -> None:
+        """Decides which parameters are matrices."""
+        self.matrices, self.rest = _split(setting, self.rest_patterns)
+
+    def rates(self, setting: Setting) -> list[float]:
+        """The same for every parameter."""
+        return [self.lr] * len(setting.x)
+
+    def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
+        """One optimiser with a group of matrices and one of the rest, where there are any."""
+        groups = [
+            {"params": [leaves[i] for i in indices], "spectral": indices is self.matrices}
+            for indices in (self.matrices, self.rest)
+            if indices
+        ]
+        lmo = self._lmo(groups, lr=self.lr, client_axis=client_axis)
+        return [Member(lmo, [*self.matrices, *self.rest])]
+
+
+def _split(setting: Setting, rest_patterns: Sequence[str]) -> tuple[list[int], list[int]]:
+    """The indices of the matrices and of the rest."""
+    shapes = {n: x.shape for n, x in zip(setting.names, setting.x, strict=True)}
+    matrices, rest = split_parameters(shapes, rest_patterns)
+    return [setting.names.index(n) for n in matrices], [setting.names.index(n) for n in rest]
 
 
 def positive(name: str, value: float) -> float:

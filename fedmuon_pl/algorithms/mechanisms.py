@@ -11,7 +11,7 @@ from ..clients import Tensors
 from .base import LocalRule, LocalRun, Mechanism, Setting, Upload
 from .local import MuonRule
 
-__all__ = ["Alignment", "StateAveraging"]
+__all__ = ["Alignment", "SecondMomentAveraging", "StateAveraging"]
 
 
 class Alignment(Mechanism):
@@ -27,6 +27,7 @@ class Alignment(Mechanism):
         alpha: Weight of the shared direction, in [0, 1).
         only_matrices_of: The local rule, if parameters outside its matrices are to be left alone;
             None to align every parameter.
+        shrink: Whether the local direction has the weight (1 - alpha), else 1.
 
     Raises:
         ValueError: If alpha is outside [0, 1).
@@ -34,12 +35,15 @@ class Alignment(Mechanism):
 
     name = "alignment"
 
-    def __init__(self, alpha: float, only_matrices_of: MuonRule | None = None) -> None:
+    def __init__(
+        self, alpha: float, only_matrices_of: MuonRule | None = None, shrink: bool = True
+    ) -> None:
         super().__init__()
         if not 0 <= alpha < 1:
             raise ValueError(f"alpha={alpha}: must be in [0, 1)")
         self.alpha = alpha
         self._only = only_matrices_of
+        self._shrink = shrink
 
     def setup(self, setting: Setting) -> None:
         """Sets Delta_g to zero."""
@@ -49,7 +53,7 @@ class Alignment(Mechanism):
 
     def local_scale(self, index: int) -> float:
         """(1 - alpha) where the pull acts."""
-        return 1 - self.alpha if index in self.indices else 1.0
+        return 1 - self.alpha if self._shrink and index in self.indices else 1.0
 
     def begin(self, run: LocalRun) -> None:
         """The pull of one step, the same for every step of the round."""
@@ -163,3 +167,51 @@ class StateAveraging(Mechanism):
         parts = iter(mean)
         for key in [*self._indices, *self._counted]:
             self.replace(key, [next(parts) for _ in self.server_state[key]])
+
+
+class SecondMomentAveraging(Mechanism):
+    """Clients start from the cohort's averaged second moment of Adam.
+
+    ``v_i^{r,0} = vbar^r``, and ``vbar^{r+1} = sum_i w_i v_i^{r,K_i}``, or block by block the mean
+    of that, one block per parameter.
+
+    Args:
+        keys: The local optimiser's names for what starts from vbar; the last of them is sent.
+        start: vbar^0, in every element.
+        block_means: Whether only the mean of each parameter's elements is sent, both ways.
+    """
+
+    name = "second_moment_averaging"
+
+    def __init__(
+        self, keys: Sequence[str] = ("exp_avg_sq",), start: float = 0.0, block_means: bool = False
+    ) -> None:
+        super().__init__()
+        self._keys = list(keys)
+        self._start = start
+        self._block_means = block_means
+
+    def setup(self, setting: Setting) -> None:
+        """Sets vbar to its start."""
+        shapes = [() if self._block_means else x.shape for x in setting.x]
+        filled = [
+            x.new_full(s, self._start, requires_grad=False)
+            for x, s in zip(setting.x, shapes, strict=True)
+        ]
+        self.server_state = {"v": filled}
+
+    def begin(self, run: LocalRun) -> None:
+        """v_i^{r,0} = vbar^r."""
+        every = range(len(run.x))
+        v = [t.expand(x.shape) for t, x in zip(self.server_state["v"], run.x0, strict=True)]
+        for key in self._keys:
+            run.set_state(key, every, v)
+
+    def end(self, run: LocalRun) -> Upload:
+        """v_i^{r,K_i}, or the mean of each of its blocks."""
+        v = run.get_state(self._keys[-1], range(len(run.x)))
+        return Upload([t.reshape(len(t), -1).mean(1) for t in v] if self._block_means else v)
+
+    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
+        """The new vbar."""
+        self.replace("v", mean)

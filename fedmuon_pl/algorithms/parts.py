@@ -149,18 +149,32 @@ class LocalRun:
         inverse = [-1 / s if s > 0 else 0.0 for s in total]
         return list(torch._foreach_mul(self.displacement(), inverse))
 
-    def set_state(self, key: str, indices: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Places optimiser state, the same for every client, before the first step.
+    def set_state(
+        self, key: str, indices: Sequence[int], values: Sequence[Tensor], per_client: bool = False
+    ) -> None:
+        """Places optimiser state before the first step.
 
         Args:
             key: The optimiser's name for it, such as ``"momentum_buffer"``.
             indices: Which parameters.
             values: One tensor for each, without a client axis.
+            per_client: Whether the values are ``(C, *shape)`` instead, one for each client.
         """
         for i, value in zip(indices, values, strict=True):
             optimizer, leaf = self._leaf(i)
-            axis = (len(self.clients),) if self.client_axis else ()
-            optimizer.state[leaf][key] = value.expand(*axis, *value.shape).clone()
+            if not per_client:
+                axis = (len(self.clients),) if self.client_axis else ()
+                value = value.expand(*axis, *value.shape)
+            elif not self.client_axis:
+                value = value[0]
+            optimizer.state[leaf][key] = value.clone()
+
+    def set_option(self, key: str, value: Any) -> None:  # noqa: ANN401
+        """Sets an option of every local optimiser that has it, such as ``"carried"``."""
+        for optimizer, _ in self.members:
+            for group in optimizer.param_groups:
+                if key in group:
+                    group[key] = value
 
     def get_state(self, key: str, indices: Sequence[int]) -> Tensors:
         """Reads optimiser state as ``(C, *any)`` views; weight-like zeros where there is none."""

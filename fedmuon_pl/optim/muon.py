@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from torch.optim.optimizer import ParamsT
 
 from fedmuon_pl.optim.orthogonalize import Orthogonalizer, as_matrix, autocast_off
 
-__all__ = ["Muon", "step_scale"]
+__all__ = ["Muon", "Scale", "step_scale"]
 
-Scale = Literal["none", "spectral", "rms"]
+Scale = Literal["none", "spectral", "rms", "operator"]
 
 # On a CPU, batching saves calls and costs copies and cache: at 1 thread, 3 to 6 parameters of up to
 # 2^15 elements (clients included) took 0.4 to 0.9 of the time, of 4 * 10^4 and more up to 1.3.
@@ -28,12 +28,16 @@ def step_scale(rows: int, cols: int, scale: Scale) -> float:
     ``none`` is 1. ``spectral`` is sqrt(max(1, rows / cols)) (Jordan et al., Muon, 2024): a step
     changes outputs of unit RMS by at most the learning rate. ``rms`` is 0.2 sqrt(max(rows, cols))
     (J. Liu et al., arXiv 2502.16982): an update of full rank then has an RMS of 0.2,
-    like AdamW's, so that AdamW's learning rate and weight decay carry over.
+    like AdamW's, so that AdamW's learning rate and weight decay carry over. ``operator`` is
+    sqrt(rows / cols), ``spectral`` without its floor of 1: the update of every matrix has operator
+    norm 1 between vectors measured by RMS (Yang et al., arXiv 2310.17813).
 
     For a convolution, rows and cols are those of the flattened ``(out, in * kh * kw)``.
     """
     if scale == "rms":
         return 0.2 * math.sqrt(max(rows, cols))
+    if scale == "operator":
+        return math.sqrt(rows / cols)
     return math.sqrt(max(1.0, rows / cols)) if scale == "spectral" else 1.0
 
 
@@ -132,8 +136,10 @@ class Muon(Optimizer):
             raise ValueError(f"Muon: momentum must be in [0, 1), got {group['momentum']}")
         if not group["weight_decay"] >= 0:
             raise ValueError(f"Muon: weight_decay must be at least 0, got {group['weight_decay']}")
-        if group["scale"] not in ("none", "spectral", "rms"):
-            raise ValueError(f"Muon: scale must be none, spectral or rms, got {group['scale']!r}")
+        if group["scale"] not in get_args(Scale):
+            raise ValueError(
+                f"Muon: scale must be one of {', '.join(get_args(Scale))}, got {group['scale']!r}"
+            )
         for p in group["params"]:
             if p.is_complex():
                 raise ValueError(f"Muon: complex parameters are not supported, got {p.dtype}")

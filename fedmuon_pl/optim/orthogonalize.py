@@ -160,7 +160,7 @@ def newton_schulz(
 
     Args:
         matrix: Shape ``(..., rows, cols)``; leading axes are a batch.
-        steps: Number of iterations, at least 1.
+        steps: Number of iterations; 0 only divides by the norm.
         coefficients: One (a, b, c) for every step, or a sequence of them: step t uses the t-th,
             and the last is repeated.
         eps: Added to the norm.
@@ -171,13 +171,13 @@ def newton_schulz(
         Same shape and dtype as ``matrix``.
 
     Raises:
-        ValueError: If ``matrix`` has fewer than 2 axes, or ``steps`` is below 1.
+        ValueError: If ``matrix`` has fewer than 2 axes, or ``steps`` is below 0.
 
     Source: Jordan et al., Muon (2024); N. Higham, Functions of Matrices (2008), chapter 8.
     """
-    if matrix.ndim < 2 or steps < 1:
+    if matrix.ndim < 2 or steps < 0:
         raise ValueError(
-            "newton_schulz needs a tensor of 2 or more axes and steps >= 1, got shape "
+            "newton_schulz needs a tensor of 2 or more axes and steps >= 0, got shape "
             f"{tuple(matrix.shape)} and steps={steps}"
         )
     if matrix.numel() == 0:
@@ -191,7 +191,7 @@ def newton_schulz(
         if tall:  # the products X X^T then have the smaller side
             x = x.mT
         x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + eps)
-        x = _iterate_gram(x, schedule) if _gram_pays(x) else _iterate(x, schedule)
+        x = _iterate_gram(x, schedule) if steps and _gram_pays(x) else _iterate(x, schedule)
         if tall:
             x = x.mT
         return x.reshape(matrix.shape).to(matrix.dtype)
@@ -291,7 +291,8 @@ class Orthogonalizer:
     Args:
         method: ``newton_schulz``, ``polar_express``, ``svd``, or ``none``: the matrix itself, which
             makes Muon SGD with momentum (the switch of an ablation).
-        steps: Iterations of the first two; ``svd`` does not use it.
+        steps: Iterations of the first two, 0 for the matrix over its Frobenius norm; the others
+            do not use it.
         coefficients: (a, b, c) of every step, for ``newton_schulz`` only. None: :data:`QUINTIC`.
         dtype: What is computed in. None: the input's dtype. Muon in its released form, and
             ``torch.optim.Muon``, use bfloat16; that is for GPUs.
@@ -317,8 +318,8 @@ class Orthogonalizer:
         svd = self.method == "svd"
         if self.method not in _METHODS:
             self._refuse("method", f"one of {', '.join(_METHODS)}")
-        if self.steps < 1:
-            self._refuse("steps", "at least 1")
+        if self.steps < 0:
+            self._refuse("steps", "at least 0")
         if abc is not None and (self.method != "newton_schulz" or len(abc) != 3):
             self._refuse("coefficients", "null, or (a, b, c) with the method newton_schulz")
         if self.method == "none" and self.dtype is not None:
