@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .names import display_name
 from .runs import RunData
-from .tables import display_name, summarise
+from .summary import summarise
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
@@ -140,7 +141,7 @@ def draw_curves(
     axes_x = [x for x in ("round", "comm/total_mb") if any(x in run.metrics for run in runs)]
     if not tags:
         raise ValueError(f"no run has val/{metric} or test/{metric}")
-    ranked = [row.method for row in summarise(runs, metric=metric)]
+    ranked = list(summarise(runs, metric=metric)["method"])
     methods = {name: [run for run in runs if run.method == name] for name in ranked}
     styles = _distinct_styles(ranked)
     word = _METRIC_NAMES.get(metric, metric)
