@@ -29,6 +29,7 @@ from fedmuon_pl.compare import (
     plan,
     render,
     runs,
+    style,
     summary,
 )
 from fedmuon_pl.compare import execute as execution
@@ -1132,12 +1133,13 @@ def test_pictures_are_written_and_not_blank(tmp_path: Path) -> None:
 
     synthetic(tmp_path, rounds=6, seeds=2)
     read = runs.read_runs([tmp_path])[0]
-    png, pdf = figures.draw_curves(read, tmp_path / "out/curves")
+    png, pdf, svg = figures.draw_curves(read, tmp_path / "out/curves")
     assert pdf.read_bytes().startswith(b"%PDF")
+    assert "FedMuon</text>" in svg.read_text()  # text stays text
     picture = imread(png)[..., :3]
     assert picture.shape[1] > 1000
     for method in METHODS:
-        colour = [int(figures.method_style(method)[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        colour = [int(style.method_style(method)[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
         assert (abs(picture - colour).max(axis=-1) < 0.02).sum() > 100, method
     figures.draw_curves(read[:1], tmp_path / "out/one", band="sd", metric="loss")
     with pytest.raises(ValueError, match="no run has val/ppl or test/ppl"):
@@ -1145,15 +1147,15 @@ def test_pictures_are_written_and_not_blank(tmp_path: Path) -> None:
 
 
 def test_a_colour_belongs_to_a_name() -> None:
-    fixed = {figures.method_style(method) for method in METHODS}
+    fixed = {style.method_style(method) for method in METHODS}
     assert len(fixed) == len(METHODS)
-    assert figures.method_style("fedmuon") == ("#D55E00", "-")
-    assert figures.method_style("mine") == figures.method_style("mine")
-    assert figures.method_style("mine")[1] != "-"
+    assert style.method_style("fedmuon") == ("#D55E00", "-")
+    assert style.method_style("mine") == style.method_style("mine")
+    assert style.method_style("mine")[1] != "-"
     many = [f"method{i}" for i in range(12)]
-    styles = figures._distinct_styles(many)
-    assert len({repr(style) for style in styles.values()}) == len(many)
-    assert all(styles[name][0] == figures.method_style(name)[0] for name in many)
+    styles = style.distinct_styles(many)
+    assert len({repr(look) for look in styles.values()}) == len(many)
+    assert all(styles[name][0] == style.method_style(name)[0] for name in many)
 
 
 # -- commands ---------------------------------------------------------------------------------
@@ -1176,7 +1178,7 @@ def test_sweep_shows_and_writes_the_comparison(
         found = {path.name for path in folder.iterdir()}
         assert found == {
             *("table.md", "table.tex", "table.csv", "runs.csv", "pairs.csv"),
-            *("curves.png", "curves.pdf"),
+            *("curves.png", "curves.pdf", "curves.svg"),
         }
         assert "| FedMuon |" in (folder / "table.md").read_text()
     assert sweep_main(["mine"]) == 0

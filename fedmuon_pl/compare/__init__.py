@@ -22,6 +22,8 @@ _EXPORTS = {
     "curve": "figures",
     "differences": "differences",
     "draw_curves": "figures",
+    "draw_diagnostics": "figures",
+    "draw_finals": "figures",
     "method_table": "summary",
     "paired_differences": "paired",
     "read_runs": "runs",
