@@ -52,10 +52,10 @@ def main(args: list[str] | None = None) -> int:
         from .compare.partition_command import partition_main as run
     elif command == "heatmap":
         from .compare.heatmap import heatmap_main as run
-    elif command in ("sweep", "compare"):
-        from .compare import commands
-
-        run = commands.sweep_main if command == "sweep" else commands.compare_main
+    elif command == "sweep":
+        from .compare.sweep_command import sweep_main as run
+    elif command == "compare":
+        from .compare.compare_command import compare_main as run
     else:
         print(f"fedmuon: no command {command!r}; see fedmuon --help", file=sys.stderr)
         return 2

@@ -207,7 +207,8 @@ def test_another_logger_keeps_the_run_in_its_folder(tmp_path):
     flags = ("--trainer.logger", logger, "--trainer.logger.save_dir", str(tmp_path / "elsewhere"))
     folder = fit("scaffold", tmp_path, *flags, rounds=1)
     there = {p.name for p in folder.iterdir()}
-    assert there == {"checkpoints", "client_state", "config.yaml", "done", "metrics.csv"}
+    written = {"config.yaml", "environment.json", "metrics.csv"}
+    assert there == {"checkpoints", "client_state", "done", *written}
 
 
 def test_metrics_file_is_whole_at_any_time(tmp_path):
