@@ -43,6 +43,7 @@ _EXPORTS = {
     "DirichletByClient": "data.partition",
     "AdamW": "optim.adamw",
     "Muon": "optim.muon",
+    "SOAP": "optim.soap",
 }
 
 __all__ = [*_EXPORTS, "__version__"]

@@ -95,6 +95,14 @@ def mean(vectors: dict[int, Params], w: dict[int, float]) -> Params:
     return total
 
 
+def weighted(values: dict[int, Any], w: dict[int, float]) -> Any:
+    """sum_i w_i values_i of numbers, tensors, or dictionaries of them."""
+    first = next(iter(values.values()))
+    if isinstance(first, dict):
+        return {key: weighted({i: v[key] for i, v in values.items()}, w) for key in first}
+    return sum(w[i] * v for i, v in values.items())
+
+
 def mean_direction(
     x: Params, x_i: dict[int, Params], sum_eta: dict[int, float], w: dict[int, float]
 ) -> Params:
@@ -1048,7 +1056,8 @@ def fedadamw(
 # --------------------------------------------------------------------------------------------------
 
 State = dict[str, Any]
-LocalOptimizer = tuple[Callable[[Tensor], State], Callable[[State, Tensor], tuple[State, Tensor]]]
+Step = Callable[[State, Tensor], tuple[State, Tensor | None]]
+LocalOptimizer = tuple[Callable[[Tensor], State], Step]
 
 
 def heavy_ball(beta: float) -> LocalOptimizer:
@@ -1082,6 +1091,85 @@ def adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> LocalO
     return empty, step
 
 
+def soap(
+    betas: tuple[float, float] = (0.95, 0.95),
+    eps: float = 1e-8,
+    frequency: int = 10,
+    longest: int = 10000,
+    skip_first: bool = True,
+) -> LocalOptimizer:
+    """SOAP, Vyas et al., arXiv 2409.11321, Algorithms 3 and 4, for a tensor of any axes.
+
+    P_a, the EMA of the unfoldings G_(a) G_(a)^T, for every axis a of a tensor that has at least two
+    and where it is not longer than ``longest``. The first Q_a is P_a's eigenvectors, largest
+    eigenvalue first; every ``frequency`` steps Q_a <- QR(P_a Q_a), its columns and V sorted by
+    diag(Q_a^T P_a Q_a) before. ``skip_first``: the first gradient only enters P; else it steps in
+    the basis of P as given, if something was, or of itself. epsilon stands beside the square root
+    of the corrected V. State: ``gram``: P by axis, ``gram_count``: gradients in it; m, v and Q.
+    """
+    b1, b2 = betas
+
+    def unfold(t: Tensor, axis: int) -> Tensor:
+        return t.transpose(0, axis).reshape(t.shape[axis], -1)
+
+    def along(t: Tensor, axis: int, matrix: Tensor) -> Tensor:
+        """matrix @ the unfolding, folded again."""
+        swapped = t.transpose(0, axis)
+        return (matrix @ swapped.reshape(len(matrix), -1)).reshape(swapped.shape).transpose(0, axis)
+
+    def turn(t: Tensor, Q: dict[int, Tensor], back: bool = False) -> Tensor:
+        for axis, q in Q.items():
+            t = along(t, axis, q if back else q.T)
+        return t
+
+    def eigenvectors(P: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(P)
+        return vectors[:, torch.argsort(values, descending=True)]
+
+    def step(state: State, g: Tensor) -> tuple[State, Tensor]:
+        state = dict(state)
+
+        def feed() -> None:
+            state["gram"] = {
+                a: b2 * P + (1 - b2) * unfold(g, a) @ unfold(g, a).T
+                for a, P in state["gram"].items()
+            }
+            state["gram_count"] += 1
+
+        fed = False
+        if state["Q"] is None:
+            if skip_first or state["gram_count"] == 0:
+                feed()
+                fed = True
+            state["Q"] = {a: eigenvectors(P) for a, P in state["gram"].items()}
+            if skip_first:
+                return state, None
+        state["t"] += 1
+        Q, t = state["Q"], state["t"]
+        state["m"] = b1 * state["m"] + (1 - b1) * g
+        state["v"] = b2 * state["v"] + (1 - b2) * turn(g, Q) ** 2
+        m_hat, v_hat = turn(state["m"], Q) / (1 - b1**t), state["v"] / (1 - b2**t)
+        direction = turn(m_hat / (torch.sqrt(v_hat) + eps), Q, back=True)
+        if not fed:
+            feed()
+        if t % frequency == 0:
+            Q = dict(Q)
+            for a, P in state["gram"].items():
+                order = torch.argsort(torch.diag(Q[a].T @ P @ Q[a]), descending=True)
+                state["v"] = state["v"].index_select(a, order)
+                Q[a] = torch.linalg.qr(P @ Q[a][:, order])[0]
+            state["Q"] = Q
+        return state, direction
+
+    def empty(p: Tensor) -> State:
+        axes = [a for a, n in enumerate(p.shape) if p.ndim > 1 and n <= longest]
+        gram = {a: torch.zeros(p.shape[a], p.shape[a], dtype=p.dtype) for a in axes}
+        nothing = {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "t": 0, "Q": None}
+        return {"gram": gram, "gram_count": 0, **nothing}
+
+    return empty, step
+
+
 def fedpac(
     x0: Params,
     gradient: Gradient,
@@ -1102,6 +1190,7 @@ def fedpac(
         y <- y (1 - (1-alpha) eta wd);  y <- y - eta [(1-alpha) P_Theta(g) + alpha Delta_g]
     Server: Delta_g <- -sum_i w_i (x_i - x) / (K_i eta);  Theta_bar <- sum_i w_i Theta_i;
     x <- x + server_lr sum_i w_i (x_i - x).
+    An optimiser that makes no direction of a gradient (SOAP at first) does not decay either.
     """
     empty, local_step = optimizer
     x, delta_g, trace = copy(x0), zeros(x0), Trace()
@@ -1115,8 +1204,10 @@ def fedpac(
                 g = clip(gradient(y, batch), clip_norm)
                 for name in y:
                     state[name], d = local_step(state[name], g[name])
-                    y[name] = y[name] * (1 - (1 - alpha) * eta * weight_decay)
-                    y[name] = y[name] - eta * ((1 - alpha) * d + alpha * delta_g[name])
+                    if d is not None:
+                        y[name] = y[name] * (1 - (1 - alpha) * eta * weight_decay)
+                        y[name] = y[name] - eta * (1 - alpha) * d
+                    y[name] = y[name] - eta * alpha * delta_g[name]
             x_i[i], theta_i[i] = y, state
         delta_g = mean_direction(
             x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w
@@ -1124,7 +1215,7 @@ def fedpac(
         for name, p in x0.items():
             fresh = empty(p)
             theta[name] = {
-                key: sum(w[i] * theta_i[i][name][key] for i in cohort)
+                key: weighted({i: theta_i[i][name][key] for i in cohort}, w)
                 if key.removesuffix("_count") in averaged
                 else fresh[key]
                 for key in fresh

@@ -134,7 +134,8 @@ class StateAveraging(Mechanism):
         """Names of the step counts that belong to the wanted states."""
         own: Mapping[str, str] | None = getattr(kind, "counts", None)
         if own is not None:
-            return {own[key] for key in wanted if key in own}
+            bases = {re.sub(r"_\d+$", "", key) for key in wanted}
+            return {own[key] for key in bases if key in own}
         counts = {k for k, v in state.items() if not isinstance(v, Tensor) or v.ndim == 0}
         missing = set(state) - counts - set(wanted)
         if missing:
