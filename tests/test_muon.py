@@ -425,6 +425,18 @@ def test_split_parameters():
     assert split_parameters({}) == ([], [])
 
 
+def test_split_parameters_by_the_matrices_names():
+    matrices, rest = split_parameters(NAMED, (), ["conv", "^embed"])
+    assert matrices == ["embed.weight", "conv.weight"]
+    assert rest == ["embed.bias", "scale", "head.weight"]
+    # A pattern for the rest has the last word.
+    assert split_parameters(NAMED, ["^embed"], ["conv", "^embed"])[0] == ["conv.weight"]
+    with pytest.raises(ValueError, match="matrix_patterns: 'scale' is found in no name of a mat"):
+        split_parameters(NAMED, (), ["scale"])
+    with pytest.raises(ValueError, match=r"matrix_patterns: '\(conv' is no regular expression"):
+        split_parameters(NAMED, (), ["(conv"])
+
+
 def test_split_parameters_refuses():
     with pytest.raises(ValueError, match=r"'\(head' is no regular expression"):
         split_parameters(NAMED, ["(head"])
