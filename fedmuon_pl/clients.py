@@ -7,7 +7,7 @@ summed losses gives every client its own gradient. Whatever comes after the grad
 once, for any C.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "LossFunction",
     "Tensors",
     "clip_per_client",
+    "nbytes",
     "persistent_buffers",
     "side_by_side_fault",
     "trainable",
@@ -46,6 +47,11 @@ def persistent_buffers(network: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to the model's state (BatchNorm statistics and the like), by name."""
     saved = network.state_dict(keep_vars=True)
     return {name: b for name, b in network.named_buffers() if name in saved}
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Their size in bytes."""
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class ClientStack:

@@ -179,6 +179,22 @@ def direction(u: Tensor, orthogonalize: Orthogonalize, scale: str) -> Tensor:
     return (step_scale(*matrix.shape, scale) * orthogonalize(matrix)).reshape(u.shape)
 
 
+def truncate(M: Tensor, ratio: float | None) -> Tensor:
+    """M projected on its r leading left singular vectors: the best approximation of rank r.
+
+    U, V^T and the singular values are r (m + n + 1) numbers, so r = int(ratio m n / (m + n + 1)),
+    but at least 1 (main_FedMuon.py of github.com/junkangLiu0/FedMuon has no such minimum). M itself
+    where that is no saving, and for a ratio of 1 or None.
+    """
+    matrix = M.flatten(1)
+    m, n = matrix.shape
+    rank = max(1, int((1.0 if ratio is None else ratio) * m * n / (m + n + 1)))
+    if ratio in (None, 1) or rank * (m + n + 1) >= m * n:
+        return M
+    U = torch.linalg.svd(matrix)[0][:, :rank]
+    return (U @ (U.T @ matrix)).reshape(M.shape)
+
+
 def muon_momentum(
     M: Tensor, g: Tensor, beta: float, ema: bool, nesterov: bool
 ) -> tuple[Tensor, Tensor]:
@@ -610,6 +626,9 @@ def fedmuon(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    rest_sgd: tuple[float, float] | None = None,
+    ratio: float | None = None,
+    error_feedback: bool = False,
     server_lr: Rate = 1.0,
     clip_norm: float | None = None,
     matrix: Callable[[str, Tensor], bool] = is_matrix,
@@ -623,7 +642,8 @@ def fedmuon(
     The rest: the same with AdamW's direction in the place of O and its own eta, moments fresh every
     round. With ``align_rest`` off Delta_g does not act on the rest, which then takes its full step:
     no (1-alpha) either. Decoupled decay comes first, x_i <- x_i (1 - (1-alpha) eta wd), with 1 in
-    the place of (1-alpha) for such a rest.
+    the place of (1-alpha) for such a rest. ``rest_sgd`` = (momentum mu, decay): the rest's
+    direction is SGD's v <- mu v + g + decay x_i instead, and it has no decoupled decay.
 
     Server:
         Delta_g <- -sum_i w_i (x_i - x) / (sum_k eta_{i,k}), a client whose sum is 0 counts as 0,
@@ -632,8 +652,20 @@ def fedmuon(
     Delta_g comes from the clients' displacements (decay and the last pull included), whatever the
     server does with them. State: ``delta_g`` (every parameter, the rest also when it is not used)
     and, if averaged, ``momentum``.
+
+    With a ``ratio``, C is ``truncate``: clients send C(M_i), and M_bar <- C(sum_i w_i C(M_i)). With
+    error feedback whoever sends M sends C(M + e) and keeps e <- M + e - C(M + e), e = 0 at first,
+    on each client until it takes part again (PowerSGD, arXiv 1905.13727, Algorithm 2).
     """
     x, delta_g, trace = copy(x0), zeros(x0), Trace()
+    residual: dict[Any, Params] = {}
+
+    def send(who: Any, M: Params) -> Params:
+        whole = add(M, residual.get(who, zeros(M))) if error_feedback else M
+        sent = {name: truncate(p, ratio) for name, p in whole.items()}
+        residual[who] = subtract(whole, sent)
+        return sent
+
     matrices = [name for name in x0 if matrix(name, x0[name])]
     M_bar = {name: torch.zeros_like(x0[name]) for name in matrices}
     for r, cohort in enumerate(rounds):
@@ -649,26 +681,101 @@ def fedmuon(
                 for name in y:
                     if name in matrices:
                         M[name], u = muon_momentum(M[name], g[name], beta, ema, nesterov)
-                        step = direction(u, orthogonalize, scale)
+                        step, decay = direction(u, orthogonalize, scale), weight_decay
+                    elif rest_sgd is not None:
+                        m[name] = rest_sgd[0] * m[name] + g[name] + rest_sgd[1] * y[name]
+                        step, decay = m[name], 0.0
                     else:
                         m[name], v[name], step = adamw_direction(
                             m[name], v[name], g[name], k, betas, eps
                         )
+                        decay = weight_decay
                     a, e = pull[name], eta[name]
-                    decayed = y[name] * (1 - (1 - a) * e * weight_decay)
+                    decayed = y[name] * (1 - (1 - a) * e * decay)
                     y[name] = decayed - e * ((1 - a) * step + a * delta_g[name])
                     sum_eta[name] += e
-            x_i[i], M_i[i] = y, M
+            x_i[i], M_i[i] = y, send(i, M)
             directions[i] = {
                 n: (x[n] - y[n]) / sum_eta[n] if sum_eta[n] else torch.zeros_like(x[n]) for n in x
             }
         delta_g = mean(directions, w)
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
         if average_momentum:
-            M_bar = mean(M_i, w)
+            M_bar = send("server", mean(M_i, w))
             trace.record(x, delta_g=delta_g, momentum=M_bar)
         else:
             trace.record(x, delta_g=delta_g)
+    return trace
+
+
+def fedmuon_official(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    alpha: float,
+    gamma: float,
+    K: int,
+    beta: float = 0.98,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-10,
+    ns_steps: int = 5,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedMuon as its authors' program runs it: github.com/junkangLiu0/FedMuon at f3972e2.
+
+    ``update_FedMuon`` and ``apply_weights_FedLADA`` of main_FedMuon.py with ``muon_update`` and
+    ``adam_update`` of muon.py, in their quantities and under their names (``alpha`` is a factor on
+    the matrices' rate, ``gamma`` the paper's alpha, ``K`` the constant --K), but in float64 where
+    the iteration is in bfloat16. Nothing of Delta_g's formula is in it:
+
+    a step    M <- lerp(M, g, 1 - beta); u = lerp(g, M, beta); four axes become (out, -1), otherwise
+              the last two are the matrix; Newton-Schulz; times sqrt(max(1, rows / cols)) with g's
+              own last two axes; p <- p (1 - lr_g wd) - lr_g u, where lr_g = lr alpha (1 - gamma);
+              fewer than two axes: Adam's direction, lr_g = lr (1 - gamma)
+    then      p <- p + gamma lr / K m for every p
+    server    D = mean of (p - x); x <- x + D; m <- D / lr; M <- mean of M
+
+    The program has clip_norm 10. ``weights`` is not in it. State: ``m``, ``momentum``.
+    """
+    x, m, trace = copy(x0), zeros(x0), Trace()
+    momentum = {name: torch.zeros_like(p) for name, p in x0.items() if p.ndim >= 2}
+    for r, cohort in enumerate(rounds):
+        lr_r, w = at(lr, r), cohort_weights(cohort, weights)
+        deltas, buffers = {}, {}
+        for i, batches in cohort.items():
+            p, buf, exp_avg, exp_avg_sq = copy(x), copy(momentum), zeros(x), zeros(x)
+            for step, batch in enumerate(batches, start=1):
+                g = clip(gradient(p, batch), clip_norm)
+                for name in p:
+                    if p[name].ndim >= 2:
+                        group_lr = lr_r * alpha * (1 - gamma)
+                        buf[name] = torch.lerp(buf[name], g[name], 1 - beta)
+                        u = torch.lerp(g[name], buf[name], beta)
+                        if u.ndim == 4:
+                            u = u.reshape(len(u), -1)
+                        stack = [newton_schulz(a, ns_steps) for a in u.reshape(-1, *u.shape[-2:])]
+                        rows, cols = g[name].shape[-2:]
+                        update = torch.stack(stack) * max(1, rows / cols) ** 0.5
+                    else:
+                        group_lr = lr_r * (1 - gamma)
+                        exp_avg[name] = torch.lerp(exp_avg[name], g[name], 1 - betas[0])
+                        exp_avg_sq[name] = torch.lerp(exp_avg_sq[name], g[name] ** 2, 1 - betas[1])
+                        first = exp_avg[name] / (1 - betas[0] ** step)
+                        second = exp_avg_sq[name] / (1 - betas[1] ** step)
+                        update = first / (second**0.5 + eps)
+                    p[name] = p[name] * (1 - group_lr * weight_decay)
+                    p[name] = p[name] - group_lr * update.reshape(p[name].shape)
+                p = add(p, m, gamma * lr_r / K)
+            deltas[i], buffers[i] = subtract(p, x), buf
+        D = mean(deltas, w)
+        x = add(x, D)
+        m = times(D, 1 / lr_r if lr_r else 0.0)
+        momentum = mean(buffers, w)
+        trace.record(x, m=m, momentum=momentum)
     return trace
 
 

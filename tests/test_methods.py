@@ -194,6 +194,25 @@ METHODS = {
         {**MUON, "orthogonalize": lambda m: m},
         {"alignment.delta_g": "delta_g", "state_averaging.momentum_buffer": "momentum"},
     ),
+    "fedmuon-low-rank": (
+        muon(momentum_ratio=0.3, weight_decay=0.1),
+        reference.fedmuon,
+        {**MUON, "ratio": 0.3, "weight_decay": 0.1},
+    ),
+    "fedmuon-low-rank-feedback": (
+        muon(momentum_ratio=0.3, error_feedback=True),
+        reference.fedmuon,
+        {**MUON, "ratio": 0.3, "error_feedback": True},
+    ),
+    "fedmuon-rest-sgd": (
+        muon(
+            weight_decay=0.1,
+            rest_lr=0.1,
+            rest_optimizer=partial(SGD, momentum=0.8, weight_decay=0.05),
+        ),
+        reference.fedmuon,
+        {**MUON, "rest_lr": 0.1, "weight_decay": 0.1, "rest_sgd": (0.8, 0.05)},
+    ),
     "fedmuon-head-in-rest": (
         muon(rest_patterns=["^fc"]),
         reference.fedmuon,

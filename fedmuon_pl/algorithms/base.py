@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..clients import ClientStack, Tensors
+from ..clients import ClientStack, Tensors, nbytes
 from .parts import LocalRule, LocalRun, Mechanism, Member, Setting, Upload
 
 __all__ = [
@@ -146,6 +146,7 @@ class Algorithm:
         run.client_state.update(client_state or {})
         for mechanism in self.mechanisms:
             mechanism.begin(run)
+        run.received = sum(m.receivers(run) * nbytes(m.download()) for m in self.mechanisms)
         return run
 
     def members(self, stack: ClientStack) -> list[Member]:
@@ -198,10 +199,6 @@ class Algorithm:
             mechanism.aggregate(means.get(mechanism.name, []), cohort_size)
             direction = mechanism.server_direction(direction)
         return direction
-
-    def download(self) -> Tensors:
-        """What a client receives beside x^r and the buffers."""
-        return [t for m in self.mechanisms for t in m.download()]
 
     def client_state_like(self) -> dict[str, Tensors]:
         """Shapes of the per-client state by name; empty for a method without any."""

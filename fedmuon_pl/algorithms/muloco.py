@@ -132,10 +132,10 @@ class MuLoCo(Algorithm):
             ),
             scale=scale,
             weight_decay=weight_decay,
-            rest_betas=rest_betas,
-            rest_eps=rest_eps,
             rest_patterns=rest_patterns,
-            rest_kind=CarriedAdamW,
+            rest_optimizer=partial(
+                CarriedAdamW, betas=rest_betas, eps=rest_eps, weight_decay=weight_decay
+            ),
         )
         outer = partial(
             torch.optim.SGD,

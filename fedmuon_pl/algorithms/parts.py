@@ -26,11 +26,14 @@ class Setting:
         names: Names of the trainable parameters.
         x: The global parameters, each of ``shape``; only shape, dtype and device may be used.
         population: N, the clients that can be sampled (those that have data).
+        local_steps: K, if all clients make this number of steps in every round; None if theirs may
+            differ.
     """
 
     names: list[str]
     x: Tensors
     population: int
+    local_steps: int | None = None
 
     def zeros(self, indices: Iterable[int] | None = None) -> Tensors:
         """Zeros shaped like the chosen global parameters (all by default)."""
@@ -91,13 +94,20 @@ class Upload(NamedTuple):
     Attributes:
         tensors: Each ``(C, *any)``.
         by_weight: Average with the round's client weights (the default) or uniformly.
-        sent: Whether a deployment would have to send it; False where the server can derive it
-            from the displacement (it then counts no bytes).
+        sent: What a deployment would send, for counting bytes: True for the tensors themselves,
+            False for nothing, where the server can derive them from the displacement, or what it
+            can restore them from, each ``(C, *any)``, such as low-rank factors.
     """
 
     tensors: Tensors
     by_weight: bool = True
-    sent: bool = True
+    sent: bool | Tensors = True
+
+    def payload(self) -> Tensors:
+        """What is sent, each ``(C, *any)``."""
+        if isinstance(self.sent, bool):
+            return self.tensors if self.sent else []
+        return self.sent
 
 
 @dataclass
@@ -112,6 +122,7 @@ class LocalRun:
         lr: The learning rate eta of each parameter in this round, not yet scaled by (1 - alpha).
         members: The local optimisers.
         steps: Local steps done so far, K_i at the end; equal for the clients of a block.
+        received: Bytes that the block's clients were sent beside x^r and the buffers.
         memory: For a mechanism to keep things from :meth:`Mechanism.begin` to
             :meth:`Mechanism.end`, under its own name.
         client_state: Per-client state by name, each tensor ``(C, *any)``: what was loaded before
@@ -131,6 +142,7 @@ class LocalRun:
     members: list[Member]
     client_axis: bool
     steps: int = 0
+    received: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Tensors] = field(default_factory=dict)
     full_gradient: Tensors | None = None
@@ -252,6 +264,13 @@ class Mechanism:
         Args:
             mean: sum_i w_i grad f_i(x^r) over the cohort, in float64.
         """
+
+    def receivers(self, run: LocalRun) -> int:
+        """How many clients of a block receive :meth:`download`: all, unless some hold it already.
+
+        Called after :meth:`begin`.
+        """
+        return len(run.clients)
 
     def local_scale(self, index: int) -> float:
         """Factor on the local rule's learning rate for one parameter."""

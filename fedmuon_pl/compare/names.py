@@ -5,6 +5,8 @@ __all__ = ["NAMES", "display_name", "higher_is_better"]
 NAMES = {
     "fedmuon": "FedMuon",
     "fedmuon_official": "FedMuon (official)",
+    "fedmuon_lowrank": "FedMuon (low rank)",
+    "fedmuon_cached": "FedMuon (cached)",
     "fedmuon_lmo": "FedMuon-LMO",
     "local_muon": "Local Muon",
     "fedavg": "FedAvg",

@@ -1,7 +1,7 @@
 """Adam whose moments go on from earlier rounds."""
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class CarriedAdamW(Optimizer):
     Source: I. Loshchilov, F. Hutter, arXiv 1711.05101, Algorithm 2; S. Reddi et al., AMSGrad,
     arXiv 1904.09237, Algorithm 2.
     """
+
+    elementwise: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fedmuon_pl.optim.orthogonalize import Orthogonalizer, as_matrix, autocast_off
+from fedmuon_pl.optim.orthogonalize import MatrixView, Orthogonalizer, as_matrix, autocast_off
 
 __all__ = ["Muon", "Scale", "step_scale"]
 
-Scale = Literal["none", "spectral", "rms", "operator"]
+Scale = Literal["none", "spectral", "rms", "operator", "spectral_unflattened"]
 
 # On a CPU, batching saves calls and costs copies and cache: at 1 thread, 3 to 6 parameters of up to
 # 2^15 elements (clients included) took 0.4 to 0.9 of the time, of 4 * 10^4 and more up to 1.3.
@@ -32,13 +32,18 @@ def step_scale(rows: int, cols: int, scale: Scale) -> float:
     sqrt(rows / cols), ``spectral`` without its floor of 1: the update of every matrix has operator
     norm 1 between vectors measured by RMS (Yang et al., arXiv 2310.17813).
 
-    For a convolution, rows and cols are those of the flattened ``(out, in * kh * kw)``.
+    For a convolution, rows and cols are those of the flattened ``(out, in * kh * kw)``, but for
+    ``spectral_unflattened``: ``spectral`` of the last two axes of the tensor as it is, for a
+    convolution sqrt(max(1, kh / kw)). That is a slip (KellerJordan/Muon, issue 63) which the
+    released code of FedMuon has, and with it its published numbers.
     """
+    if scale == "none":
+        return 1.0
     if scale == "rms":
         return 0.2 * math.sqrt(max(rows, cols))
     if scale == "operator":
         return math.sqrt(rows / cols)
-    return math.sqrt(max(1.0, rows / cols)) if scale == "spectral" else 1.0
+    return math.sqrt(max(1.0, rows / cols))
 
 
 class Muon(Optimizer):
@@ -54,7 +59,8 @@ class Muon(Optimizer):
     O is the orthogonaliser and s is :func:`step_scale`. Both forms of momentum give O the same
     direction, at sizes that differ by 1 - β.
 
-    A parameter of 2 or more axes is the matrix ``(out, in * kh * kw)``; give biases and norm gains
+    A parameter of 2 or more axes is the matrix ``(out, in * kh * kw)``, or several, by
+    ``matrix_view``; give biases and norm gains
     (fewer axes) to another optimiser, see :func:`fedmuon_pl.optim.routing.split_parameters`.
 
     ``state[p]["momentum_buffer"]`` is M, of p's shape. It is made, as zeros, by the first step that
@@ -71,6 +77,8 @@ class Muon(Optimizer):
         weight_decay: Decoupled: x shrinks by lr * weight_decay per step.
         scale: See :func:`step_scale`.
         orthogonalizer: The method and its options.
+        matrix_view: How tensors of more than 2 axes are read, see
+            :func:`~fedmuon_pl.optim.orthogonalize.as_matrix`.
         client_axis: Whether the first axis of every parameter counts clients, each with a matrix of
             its own: shape ``(clients, out, in, ...)``.
         batch_equal_shapes: Whether matrices of one shape are orthogonalised in one batched call,
@@ -94,11 +102,15 @@ class Muon(Optimizer):
         weight_decay: float = 0.0,
         scale: Scale = "spectral",
         orthogonalizer: Orthogonalizer = Orthogonalizer(),  # noqa: B008 (frozen)
+        matrix_view: MatrixView = "flatten",
         client_axis: bool = False,
         batch_equal_shapes: bool | None = None,
     ) -> None:
         """Check the arguments (see the class)."""
+        if matrix_view not in get_args(MatrixView):
+            raise ValueError(f"Muon: matrix_view must be flatten or last_two, got {matrix_view!r}")
         self.orthogonalizer = orthogonalizer
+        self.matrix_view: MatrixView = matrix_view
         self.client_axis = client_axis
         self.batch_equal_shapes = batch_equal_shapes
         defaults = {
@@ -113,7 +125,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or pickle needs beside torch's own; not part of ``state_dict``."""
-        names = ("orthogonalizer", "client_axis", "batch_equal_shapes")
+        names = ("orthogonalizer", "matrix_view", "client_axis", "batch_equal_shapes")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -198,13 +210,14 @@ class Muon(Optimizer):
             if group["nesterov"]:
                 updates = torch._foreach_add(grads, momenta, alpha=beta)
 
-        matrices = [as_matrix(u, int(self.client_axis)) for u in updates]
+        matrices = [as_matrix(u, int(self.client_axis), self.matrix_view) for u in updates]
         directions = self._orthogonalize(matrices)
         if group["weight_decay"] != 0:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         # One pass per parameter: twice as fast on a CPU as scaling and adding by foreach.
         for p, o in zip(params, directions, strict=True):
-            p.add_(o.view_as(p), alpha=-lr * step_scale(o.shape[-2], o.shape[-1], group["scale"]))
+            rows, cols = (p if group["scale"] == "spectral_unflattened" else o).shape[-2:]
+            p.add_(o.view_as(p), alpha=-lr * step_scale(rows, cols, group["scale"]))
 
     def _orthogonalize(self, matrices: list[Tensor]) -> list[Tensor]:
         """O of each matrix, in order; equal shapes in one call where that was asked or pays."""

@@ -35,6 +35,7 @@ from torch import Tensor
 __all__ = [
     "POLAR_EXPRESS",
     "QUINTIC",
+    "MatrixView",
     "Orthogonalizer",
     "as_matrix",
     "autocast_off",
@@ -44,6 +45,9 @@ __all__ = [
 ]
 
 Triple = tuple[float, float, float]
+
+MatrixView = Literal["flatten", "last_two"]
+"""How a tensor of more than 2 axes is read, see :func:`as_matrix`."""
 
 #: (a, b, c) of the odd polynomial a x + b x^3 + c x^5 of every step of Muon (K. Jordan et al.,
 #: "Muon: An optimizer for hidden layers in neural networks", 2024).
@@ -354,15 +358,21 @@ _METHODS = ("newton_schulz", "polar_express", "svd", "none")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def as_matrix(tensor: Tensor, batch_axes: int = 0) -> Tensor:
+def as_matrix(tensor: Tensor, batch_axes: int = 0, view: MatrixView = "flatten") -> Tensor:
     """The matrix that a parameter is for Muon: ``(out, in, kh, kw)`` as ``(out, in * kh * kw)``.
 
     Args:
         tensor: Shape ``(*batch, out, in, ...)``.
         batch_axes: How many leading axes are a batch, such as 1 for a client axis.
+        view: What becomes of other tensors of more than 2 axes. ``flatten``: the same, the matrix
+            ``(out, in * ...)``. ``last_two``: they are matrices of their last two axes, the axes
+            before count as a batch: a position embedding ``(1, tokens, width)`` is one matrix
+            ``(tokens, width)``, and stacked experts are one matrix each. This is what the code of
+            Muon (Jordan et al., 2024) and that of FedMuon do.
 
     Returns:
-        Shape ``(*batch, out, in * ...)``; a view where the memory layout allows it.
+        Shape ``(*batch, out, in * ...)`` or, for ``last_two``, ``(*batch, ..., rows, cols)``; a
+        view where the memory layout allows it.
 
     Raises:
         ValueError: If fewer than 2 axes are left behind the batch.
@@ -372,4 +382,6 @@ def as_matrix(tensor: Tensor, batch_axes: int = 0) -> Tensor:
             f"a matrix needs 2 or more axes behind {batch_axes} batch axes, got shape "
             f"{tuple(tensor.shape)}"
         )
+    if view == "last_two" and tensor.ndim - batch_axes != 4:
+        return tensor
     return tensor.flatten(batch_axes + 1)

@@ -12,7 +12,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from ..algorithms.base import LocalRun, Setting, Upload
-from ..clients import Tensors, persistent_buffers, trainable
+from ..clients import Tensors, nbytes, persistent_buffers, trainable
 from ..data.datamodule import FederatedDataModule
 from ..data.sampling import cohort, resolve_cohort_size
 from ..errors import ConfigError, NonFiniteUpdate
@@ -127,7 +127,8 @@ class FederatedServer(Callback):
         self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
         algorithm = pl_module.algorithm
         try:
-            algorithm.setup(Setting(list(trainable(network)), x, population=len(self.candidates)))
+            population, steps = len(self.candidates), pl_module.local_steps
+            algorithm.setup(Setting(list(trainable(network)), x, population, steps))
             algorithm.members(pl_module.stack)
         except ValueError as e:
             raise ConfigError(f"{algorithm.name}: {e}") from e
@@ -190,7 +191,7 @@ class FederatedServer(Callback):
                     )
                 weights[c] = 0
         self._sums.add("full_gradient", gradients, weights)
-        self._bytes[0] += len(clients) * _nbytes([g[0] for g in gradients])
+        self._bytes[0] += len(clients) * nbytes([g[0] for g in gradients])
 
     def mean_full_gradient(self) -> Tensors:
         """The cohort's mean of :meth:`receive_full_gradients`, in float64.
@@ -244,8 +245,9 @@ class FederatedServer(Callback):
         if run.client_state and accepted:
             state = {k: [t[accepted] for t in v] for k, v in run.client_state.items()}
             self.store.put([run.clients[c] for c in accepted], state)
-        sent = [t[0] for u in uploads.values() if u.sent for t in u.tensors]
-        self._bytes[0] += len(run.clients) * _nbytes([*run.x0, *self._buffers.values(), *sent])
+        model = len(run.clients) * nbytes([*run.x0, *self._buffers.values()])
+        self._bytes[0] += model + sum(nbytes(u.payload()) for u in uploads.values())
+        self._bytes[1] += model + run.received
         self._steps += run.steps * len(run.clients)
         self._accepted += len(accepted)
 
@@ -295,7 +297,7 @@ class FederatedServer(Callback):
             NonFiniteUpdate: If no client's update was accepted.
         """
         assert self.plan is not None, "no round is open"
-        r, cohort_size = self.plan.round, len(self.plan.clients)
+        r = self.plan.round
         if self._accepted == 0:
             raise NonFiniteUpdate(f"round {r}: no client of the cohort sent a finite update")
         means = self._sums.means()
@@ -309,8 +311,6 @@ class FederatedServer(Callback):
             p.grad = None
         mean_buffers(self._sums, self._counters, self._buffers)
         self.store.commit()
-        down = [*self.plan.x0, *self._buffers.values(), *module.algorithm.download()]
-        self._bytes[1] = cohort_size * _nbytes(down)
         self._total_bytes += sum(self._bytes)
         seconds = time.perf_counter() - self._opened
         self.report = {
@@ -420,7 +420,3 @@ def run_folder(trainer: Trainer) -> Path:
 
     own = [logger.log_dir for logger in trainer.loggers if isinstance(logger, MetricsFile)]
     return Path(own[0] if own else trainer.log_dir or trainer.default_root_dir)
-
-
-def _nbytes(tensors: list[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
