@@ -3,6 +3,7 @@
 from .base import Algorithm
 from .fedacg import FedACG
 from .fedavg import FedAvg
+from .fedbn import FedBN
 from .fedcm import FedCM
 from .feddyn import FedDyn
 from .fedmuon import FedMuon, LocalMuon
@@ -18,6 +19,7 @@ __all__ = [
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedBN",
     "FedCM",
     "FedDyn",
     "FedMuon",

@@ -5,15 +5,15 @@ nothing here may mix them. Lists of tensors follow the order of the trainable pa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..clients import Tensors
+from ..clients import Tensors, batch_norm_state, persistent_buffers, trainable
 
 __all__ = ["LocalRule", "LocalRun", "Mechanism", "Member", "Setting", "Upload"]
 
@@ -26,11 +26,23 @@ class Setting:
         names: Names of the trainable parameters.
         x: The global parameters, each of ``shape``; only shape, dtype and device may be used.
         population: N, the clients that can be sampled (those that have data).
+        buffers: The global model's buffers by name.
+        batch_norm: Names of the parameters and buffers that belong to BatchNorm layers.
     """
 
     names: list[str]
     x: Tensors
     population: int
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    batch_norm: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, network: nn.Module, population: int) -> Self:
+        """What there is to say of a network."""
+        params = trainable(network)
+        x = [p.detach() for p in params.values()]
+        buffers = persistent_buffers(network)
+        return cls(list(params), x, population, buffers, batch_norm_state(network))
 
     def zeros(self, indices: Iterable[int] | None = None) -> Tensors:
         """Zeros shaped like the chosen global parameters (all by default)."""
@@ -92,7 +104,8 @@ class LocalRun:
     Attributes:
         round: The round r, 0-based.
         clients: The ids of the block's clients, C of them.
-        x0: x^r, the broadcast weights, without client axis.
+        x0: x^r, the broadcast weights, without client axis; of a parameter that stays local, the
+            clients' own start ``(C, *shape)``.
         x: The clients' weights ``(C, *shape)``, changed in place by every step.
         lr: The learning rate eta of each parameter in this round, not yet scaled by (1 - alpha).
         members: The local optimisers.
@@ -102,6 +115,7 @@ class LocalRun:
         client_state: Per-client state by name, each tensor ``(C, *any)``: what was loaded before
             ``begin`` for each name in :attr:`Mechanism.client_state`; what a mechanism puts back
             in ``end`` is kept if the client's update is accepted.
+        buffers: The clients' buffers by name, each ``(C, *shape)``, changed by every forward.
     """
 
     round: int
@@ -114,6 +128,7 @@ class LocalRun:
     steps: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Tensors] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     _displacement: Tensors | None = None
 
     def displacement(self) -> Tensors:
@@ -166,10 +181,14 @@ class Mechanism:
         client_state: Names of the per-client state that it keeps between rounds.
         server_state: What the server keeps and, unless :meth:`download` says otherwise, sends to
             the clients of the next round; saved in checkpoints.
+        stays_local: Names of the parameters and buffers that the clients keep for themselves:
+            never averaged, sent or received. Set in :meth:`setup`, by a method's first mechanism
+            only.
     """
 
     name: str
     client_state: tuple[str, ...] = ()
+    stays_local: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.server_state: dict[str, Tensors] = {}
@@ -188,6 +207,17 @@ class Mechanism:
     def local_scale(self, index: int) -> float:
         """Factor on the local rule's learning rate for one parameter."""
         return 1.0
+
+    def personalise(
+        self, x: Tensors, buffers: Mapping[str, Tensor], state: Mapping[str, Tensors]
+    ) -> None:
+        """Turns the global model into the clients' own ones, in place.
+
+        Args:
+            x: The global parameters, once for each client: ``(C, *shape)``.
+            buffers: The global buffers likewise, by name.
+            state: The clients' state, as in :attr:`LocalRun.client_state`.
+        """
 
     def begin(self, run: LocalRun) -> None:
         """Before the first local step of a block."""

@@ -51,6 +51,7 @@ _NAMES = {
     "fednova": "FedNova",
     "feddyn": "FedDyn",
     "fedcm": "FedCM",
+    "fedbn": "FedBN",
     "scaffold": "SCAFFOLD",
     "mime": "MIME",
     "fedadam": "FedAdam",

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -166,6 +166,14 @@ class FederatedDataModule(LightningDataModule):
             epochs=epochs,
             drop_last=drop_last,
         )
+
+    def client_split(self, client: int, split: Literal["val", "test"]) -> Any:  # noqa: ANN401
+        """A client's own samples of the validation split or the test set, like those of it.
+
+        None, as here, where there is one for everybody; override where a client has a part of its
+        own or sees it in its own way. See :class:`~fedmuon_pl.server.PersonalEvaluation`.
+        """
+        return None
 
     def label_shares(self, clients: Sequence[int] | IntArray) -> np.ndarray:
         """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""

@@ -12,7 +12,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from ..algorithms.base import LocalRun, Setting, Upload
-from ..clients import Tensors, persistent_buffers, trainable
+from ..clients import Tensors, trainable
 from ..data.datamodule import FederatedDataModule
 from ..data.sampling import cohort, resolve_cohort_size
 from ..errors import ConfigError, NonFiniteUpdate
@@ -122,18 +122,20 @@ class FederatedServer(Callback):
         self._module = pl_module
         self._fingerprint = self.fingerprint(trainer, pl_module)
         self._server_params = list(trainable(network).values())
-        x = [p.detach() for p in self._server_params]
-        self._buffers = persistent_buffers(network)
-        self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
         algorithm = pl_module.algorithm
         try:
-            algorithm.setup(Setting(list(trainable(network)), x, population=len(self.candidates)))
+            algorithm.setup(setting := Setting.of(network, population=len(self.candidates)))
             algorithm.members(pl_module.stack)
         except ValueError as e:
             raise ConfigError(f"{algorithm.name}: {e}") from e
+        local = algorithm.stays_local()
+        self._buffers = {n: b for n, b in setting.buffers.items() if n not in local}
+        self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
+        shared = [x for n, x in zip(setting.names, setting.x, strict=True) if n not in local]
+        self._exchanged = [*shared, *self._buffers.values()]
         folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"  # type: ignore[attr-defined]
         self.store = ClientStore(folder, algorithm.client_state_like())
-        self.diagnostics = RoundDiagnostics(x)
+        self.diagnostics = RoundDiagnostics(setting.x)
         if self._restored is not None:
             self._restore(trainer, pl_module, self._restored)
             self._restored = None
@@ -213,7 +215,7 @@ class FederatedServer(Callback):
             state = {k: [t[accepted] for t in v] for k, v in run.client_state.items()}
             self.store.put([run.clients[c] for c in accepted], state)
         sent = [t[0] for u in uploads.values() if u.sent for t in u.tensors]
-        self._bytes[0] += len(run.clients) * _nbytes([*run.x0, *self._buffers.values(), *sent])
+        self._bytes[0] += len(run.clients) * _nbytes([*self._exchanged, *sent])
         self._steps += run.steps * len(run.clients)
         self._accepted += len(accepted)
 
@@ -277,7 +279,7 @@ class FederatedServer(Callback):
             p.grad = None
         mean_buffers(self._sums, self._counters, self._buffers)
         self.store.commit()
-        down = [*self.plan.x0, *self._buffers.values(), *module.algorithm.download()]
+        down = [*self._exchanged, *module.algorithm.download()]
         self._bytes[1] = cohort_size * _nbytes(down)
         self._total_bytes += sum(self._bytes)
         seconds = time.perf_counter() - self._opened
