@@ -21,6 +21,7 @@ __all__ = [
     "Forward",
     "LossFunction",
     "Tensors",
+    "batch_norm_state",
     "clip_per_client",
     "nbytes",
     "persistent_buffers",
@@ -52,6 +53,19 @@ def persistent_buffers(network: nn.Module) -> dict[str, Tensor]:
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Their size in bytes."""
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def batch_norm_state(network: nn.Module) -> frozenset[str]:
+    """Names of the parameters and buffers that belong to BatchNorm layers.
+
+    The class of a layer decides, whatever it is called: a ResNet's ``downsample.1`` is one too.
+    """
+    return frozenset(
+        f"{path}.{name}".lstrip(".")
+        for path, module in network.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name in (*dict(module.named_parameters()), *dict(module.named_buffers()))
+    )
 
 
 class ClientStack:

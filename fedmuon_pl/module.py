@@ -14,10 +14,11 @@ from .algorithms.base import Algorithm
 from .clients import ClientStack, Tensors, clip_per_client, side_by_side_fault, trainable
 from .data.datamodule import FederatedDataModule
 from .data.partition import IntArray
+from .data.sampling import evaluated_clients
 from .errors import ConfigError
 from .optim.orthogonalize import autocast_off
 from .schedules import Constant, Schedule
-from .seeding import derive, numpy_rng
+from .seeding import derive
 from .server.callback import FederatedServer, RoundPlan
 from .server.checkpointing import keep_best
 from .server.checks import check_trainer, first_difference
@@ -396,16 +397,13 @@ class FederatedModule(LightningModule):
                 values |= self._client_accuracy(by_class)
         if self.trainer.sanity_checking:
             return  # x^0 on two batches is no measurement of a round
-        self._evaluation = values
+        self._evaluation |= values
         # In fit, RoundLog writes; the other commands print a table of what is "logged".
         self.log_dict(values, logger=self.trainer.state.fn != "fit")
 
     def _client_accuracy(self, by_class: Tensor) -> dict[str, float]:
         """Per-class test accuracy weighted by each client's label shares."""
-        clients = self.data.partition.clients_with_data
-        if len(clients) > _CLIENTS_EVALUATED:
-            rng = numpy_rng(0, "evaluated clients")
-            clients = rng.choice(clients, _CLIENTS_EVALUATED, replace=False)
+        clients = evaluated_clients(self.data.partition.clients_with_data, _CLIENTS_EVALUATED)
         shares = torch.from_numpy(self.data.label_shares(clients))
         accuracy = (shares @ by_class.double().cpu()).sort().values
         worst = accuracy[: math.ceil(len(accuracy) / 10)]
@@ -413,6 +411,11 @@ class FederatedModule(LightningModule):
             "client/acc_mean": float(accuracy.mean()),
             "client/acc_worst10": float(worst.mean()),
         }
+
+    def add_evaluation(self, values: dict[str, float]) -> None:
+        """Puts a callback's measurements of the round into its row, by tag; callbacks see them."""
+        self._evaluation |= values
+        self.log_dict(values, logger=False, on_step=False, on_epoch=True, batch_size=1)
 
     def take_evaluation(self) -> dict[str, float]:
         """What was measured since the last call, by tag; empty if nothing was."""

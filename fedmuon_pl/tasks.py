@@ -72,6 +72,14 @@ class Task(ABC):
         """Accuracy of each class by itself, where the task has classes; see ``client/acc_mean``."""
         return None
 
+    def classes(self, batch: Any) -> Tensor:  # noqa: ANN401
+        """The class of each sample of a batch, ``(B,)``, where the task has classes.
+
+        Raises:
+            NotImplementedError: If it has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no classes")
+
 
 class Classification(Task):
     """One label for each input: batches are ``(inputs (B, ...), labels (B,))``.
@@ -116,6 +124,10 @@ class Classification(Task):
     def class_metric(self) -> MulticlassAccuracy:
         """The share of each class that is recognised, ``(classes,)``."""
         return MulticlassAccuracy(self.num_classes, average="none")
+
+    def classes(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The labels."""
+        return batch[1]
 
     def evaluate(
         self, network: Forward, batch: tuple[Tensor, Tensor], metrics: MetricCollection

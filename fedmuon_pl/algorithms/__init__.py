@@ -4,6 +4,7 @@ from .base import Algorithm
 from .fedacg import FedACG
 from .fedadamw import FedAdamW
 from .fedavg import FedAvg
+from .fedbn import FedBN
 from .fedcm import FedCM
 from .feddyn import FedDyn
 from .fedlada import FedLADA
@@ -26,6 +27,7 @@ __all__ = [
     "FedAdamW",
     "FedAvg",
     "FedAvgM",
+    "FedBN",
     "FedCM",
     "FedDyn",
     "FedLADA",

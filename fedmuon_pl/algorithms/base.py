@@ -99,6 +99,9 @@ class Algorithm:
         for mechanism in self.mechanisms:
             mechanism.setup(setting)
             scales = [s * mechanism.local_scale(i) for i, s in enumerate(scales)]
+            if mechanism.stays_local and mechanism is not self.mechanisms[0]:
+                # The others must find the client's own start, and no displacement.
+                raise ValueError(f"{mechanism.name} must be the first of the mechanisms")
         self._scales = scales
         self._built: dict[tuple[int, ...], list[Member]] = {}
 
@@ -144,6 +147,7 @@ class Algorithm:
         axis = stack.clients > 1
         run = LocalRun(round, clients, x0, stack.x, lr, members, axis)
         run.client_state.update(client_state or {})
+        run.buffers = stack.buffers
         for mechanism in self.mechanisms:
             mechanism.begin(run)
         run.received = sum(m.receivers(run) * nbytes(m.download()) for m in self.mechanisms)
@@ -207,6 +211,17 @@ class Algorithm:
             for m in self.mechanisms
             for key in m.client_state
         }
+
+    def stays_local(self) -> frozenset[str]:
+        """Names of the parameters and buffers that are never averaged, sent or received."""
+        return frozenset().union(*(m.stays_local for m in self.mechanisms))
+
+    def personalise(
+        self, x: Tensors, buffers: Mapping[str, Tensor], state: Mapping[str, Tensors]
+    ) -> None:
+        """Turns the global model into the clients' own ones, see :meth:`Mechanism.personalise`."""
+        for mechanism in self.mechanisms:
+            mechanism.personalise(x, buffers, state)
 
     def state_dict(self) -> dict[str, dict[str, Tensors]]:
         """The server state: lists of tensors by mechanism and name."""

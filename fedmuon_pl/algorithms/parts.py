@@ -5,15 +5,15 @@ nothing here may mix them. Lists of tensors follow the order of the trainable pa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..clients import Tensors
+from ..clients import Tensors, batch_norm_state, persistent_buffers, trainable
 
 __all__ = ["LocalRule", "LocalRun", "Mechanism", "Member", "Setting", "Upload"]
 
@@ -28,12 +28,25 @@ class Setting:
         population: N, the clients that can be sampled (those that have data).
         local_steps: K, if all clients make this number of steps in every round; None if theirs may
             differ.
+        buffers: The global model's buffers by name.
+        batch_norm: Names of the parameters and buffers that belong to BatchNorm layers.
     """
 
     names: list[str]
     x: Tensors
     population: int
     local_steps: int | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    batch_norm: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, network: nn.Module, population: int, local_steps: int | None = None) -> Self:
+        """What there is to say of a network."""
+        params = trainable(network)
+        x = [p.detach() for p in params.values()]
+        buffers = persistent_buffers(network)
+        names = batch_norm_state(network)
+        return cls(list(params), x, population, local_steps, buffers, names)
 
     def zeros(self, indices: Iterable[int] | None = None) -> Tensors:
         """Zeros shaped like the chosen global parameters (all by default)."""
@@ -117,7 +130,8 @@ class LocalRun:
     Attributes:
         round: The round r, 0-based.
         clients: The ids of the block's clients, C of them.
-        x0: x^r, the broadcast weights, without client axis.
+        x0: x^r, the broadcast weights, without client axis; of a parameter that stays local, the
+            clients' own start ``(C, *shape)``.
         x: The clients' weights ``(C, *shape)``, changed in place by every step.
         lr: The learning rate eta of each parameter in this round, not yet scaled by (1 - alpha).
         members: The local optimisers.
@@ -132,6 +146,7 @@ class LocalRun:
             ``(C, *shape)``, where a mechanism asks for it (:attr:`Mechanism.full_gradient`).
         anchor_gradient: The gradient at x^r of the batch of this step, ``(C, *shape)``, in
             :meth:`Mechanism.correct`, where one asks for it (:attr:`Mechanism.anchor_gradient`).
+        buffers: The clients' buffers by name, each ``(C, *shape)``, changed by every forward.
     """
 
     round: int
@@ -147,6 +162,7 @@ class LocalRun:
     client_state: dict[str, Tensors] = field(default_factory=dict)
     full_gradient: Tensors | None = None
     anchor_gradient: Tensors | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     _displacement: Tensors | None = None
 
     def displacement(self) -> Tensors:
@@ -237,12 +253,16 @@ class Mechanism:
             :meth:`cohort_gradient`.
         anchor_gradient: Asks for a second gradient of every batch, at x^r, with the same random
             numbers (dropout), in :attr:`LocalRun.anchor_gradient`.
+        stays_local: Names of the parameters and buffers that the clients keep for themselves:
+            never averaged, sent or received. Set in :meth:`setup`, by a method's first mechanism
+            only.
     """
 
     name: str
     client_state: tuple[str, ...] = ()
     full_gradient: Literal["client", "cohort"] | None = None
     anchor_gradient: bool = False
+    stays_local: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.server_state: dict[str, Tensors] = {}
@@ -275,6 +295,17 @@ class Mechanism:
     def local_scale(self, index: int) -> float:
         """Factor on the local rule's learning rate for one parameter."""
         return 1.0
+
+    def personalise(
+        self, x: Tensors, buffers: Mapping[str, Tensor], state: Mapping[str, Tensors]
+    ) -> None:
+        """Turns the global model into the clients' own ones, in place.
+
+        Args:
+            x: The global parameters, once for each client: ``(C, *shape)``.
+            buffers: The global buffers likewise, by name.
+            state: The clients' state, as in :attr:`LocalRun.client_state`.
+        """
 
     def begin(self, run: LocalRun) -> None:
         """Before the first local step of a block."""

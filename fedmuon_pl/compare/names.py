@@ -12,6 +12,7 @@ NAMES = {
     "fedavg": "FedAvg",
     "fedavgm": "FedAvgM",
     "fedprox": "FedProx",
+    "fedbn": "FedBN",
     "fednova": "FedNova",
     "feddyn": "FedDyn",
     "fedcm": "FedCM",

@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -173,6 +173,14 @@ class FederatedDataModule(LightningDataModule):
         samples = self.partition[client]
         order = numpy_rng(seed, "full_gradient", round, client).permutation(samples)
         return np.array_split(order, math.ceil(len(order) / self.batch_size))
+
+    def client_split(self, client: int, split: Literal["val", "test"]) -> Any:  # noqa: ANN401
+        """A client's own samples of the validation split or the test set, like those of it.
+
+        None, as here, where there is one for everybody; override where a client has a part of its
+        own or sees it in its own way. See :class:`~fedmuon_pl.server.PersonalEvaluation`.
+        """
+        return None
 
     def label_shares(self, clients: Sequence[int] | IntArray) -> np.ndarray:
         """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""

@@ -12,7 +12,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from ..algorithms.base import LocalRun, Setting, Upload
-from ..clients import Tensors, nbytes, persistent_buffers, trainable
+from ..clients import Tensors, nbytes, trainable
 from ..data.datamodule import FederatedDataModule
 from ..data.sampling import cohort, resolve_cohort_size
 from ..errors import ConfigError, NonFiniteUpdate
@@ -122,19 +122,21 @@ class FederatedServer(Callback):
         self._module = pl_module
         self._fingerprint = self.fingerprint(trainer, pl_module)
         self._server_params = list(trainable(network).values())
-        x = [p.detach() for p in self._server_params]
-        self._buffers = persistent_buffers(network)
-        self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
         algorithm = pl_module.algorithm
         try:
             population, steps = len(self.candidates), pl_module.local_steps
-            algorithm.setup(Setting(list(trainable(network)), x, population, steps))
+            algorithm.setup(setting := Setting.of(network, population, steps))
             algorithm.members(pl_module.stack)
         except ValueError as e:
             raise ConfigError(f"{algorithm.name}: {e}") from e
+        local = algorithm.stays_local()
+        self._buffers = {n: b for n, b in setting.buffers.items() if n not in local}
+        self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
+        shared = [x for n, x in zip(setting.names, setting.x, strict=True) if n not in local]
+        self._exchanged = [*shared, *self._buffers.values()]
         folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"  # type: ignore[attr-defined]
         self.store = ClientStore(folder, algorithm.client_state_like())
-        self.diagnostics = RoundDiagnostics(x)
+        self.diagnostics = RoundDiagnostics(setting.x)
         if self._restored is not None:
             self._restore(trainer, pl_module, self._restored)
             self._restored = None
@@ -245,7 +247,7 @@ class FederatedServer(Callback):
         if run.client_state and accepted:
             state = {k: [t[accepted] for t in v] for k, v in run.client_state.items()}
             self.store.put([run.clients[c] for c in accepted], state)
-        model = len(run.clients) * nbytes([*run.x0, *self._buffers.values()])
+        model = len(run.clients) * nbytes(self._exchanged)
         self._bytes[0] += model + sum(nbytes(u.payload()) for u in uploads.values())
         self._bytes[1] += model + run.received
         self._steps += run.steps * len(run.clients)
