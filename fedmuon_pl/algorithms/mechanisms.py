@@ -149,6 +149,9 @@ class CachedAlignment(Alignment):
         (last,) = run.client_state["took_part"]
         run.client_state["took_part"] = [torch.full_like(last, run.round + 1)]
 
+    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
+        """Nothing has come."""
+
     def server_direction(self, displacement: Tensors) -> Tensors:
         """Keeps x^r, which will be the x^{r-1} of the next round."""
         self.replace("previous", [self._x0[i] for i in self.indices])
