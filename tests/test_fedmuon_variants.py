@@ -1,5 +1,6 @@
 """FedMuon's options and variants: the released code, low-rank momentum, the cached direction."""
 
+import inspect
 import math
 from functools import partial
 from pathlib import Path
@@ -199,6 +200,53 @@ def test_the_orthogonaliser_gets_its_options():
             kind(0.1, svd_rtol=0.3)
         with pytest.raises(ValueError, match="eps must be positive, got 0"):
             kind(0.1, ns_eps=0.0)
+
+
+def test_local_muon_hands_on_every_argument():
+    args = {
+        "lr": 0.3,
+        "rest_lr": 0.2,
+        "beta": 0.7,
+        "nesterov": True,
+        "momentum_form": "ema",
+        "orthogonalizer": "newton_schulz",
+        "ns_steps": 3,
+        "ns_coefficients": (1.5, -0.5, 0.0),
+        "ns_dtype": "float64",
+        "ns_eps": 1e-3,
+        "svd_rtol": None,
+        "scale": "rms",
+        "matrix_view": "last_two",
+        "weight_decay": 0.4,
+        "rest_optimizer": None,
+        "rest_betas": (0.5, 0.6),
+        "rest_eps": 1e-4,
+        "rest_patterns": ["a"],
+        "matrix_patterns": ["b"],
+        "server": partial(SGD, lr=0.5),
+    }
+    assert list(args) == list(inspect.signature(LocalMuon).parameters)
+    local, full = LocalMuon(**args), FedMuon(**args, alpha=0.0, average_momentum=False)
+    assert local.mechanisms == full.mechanisms == []
+    assert local.server is full.server
+    mine, theirs = (dict(vars(m.local)) for m in (local, full))
+    muon, same_muon = mine.pop("_muon"), theirs.pop("_muon")
+    assert muon.keywords == same_muon.keywords
+    assert {0.3, 0.7, True, "rms", "last_two", 0.4} < set(muon.keywords.values())
+    rest, same_rest = (vars(rule.pop("_rest")) for rule in (mine, theirs))
+    assert rest == same_rest
+    assert rest["keywords"].items() >= {"betas": (0.5, 0.6), "eps": 1e-4}.items()
+    assert mine == theirs
+    other = LocalMuon(0.3, rest_optimizer=SGD).local
+    assert vars(other._rest)["kind"] is SGD
+
+
+def test_a_rest_that_couples_elements_trains_one_client_at_a_time(tmp_path):
+    method = partial(FedMuon, 0.05, rest_optimizer=torch.optim.Adafactor)
+    alone = federate(method(), DATA, tmp_path, rounds=1)[0].x[-1]
+    assert all(p.isfinite().all() for p in alone.values())
+    with pytest.raises(ConfigError, match="clients_at_once=2: the local optimiser couples"):
+        federate(method(), DATA, tmp_path, rounds=1, clients_at_once=2)
 
 
 def test_matrix_patterns_choose_the_matrices(tmp_path):
