@@ -371,7 +371,7 @@ def test_copies_keep_everything():
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"momentum": -0.1}, r"momentum must be in \[0, 1\), got -0.1"),
         ({"weight_decay": -1.0}, "weight_decay must be at least 0, got -1.0"),
-        ({"scale": "max"}, "scale must be none, spectral or rms, got 'max'"),
+        ({"scale": "max"}, "scale must be one of none, spectral, rms, operator, got 'max'"),
     ],
 )
 def test_refuses_arguments(options, text):
