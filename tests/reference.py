@@ -170,6 +170,7 @@ def step_scale(rows: int, cols: int, scale: str) -> float:
         "none": 1.0,
         "spectral": math.sqrt(max(1.0, rows / cols)),
         "rms": 0.2 * math.sqrt(max(rows, cols)),
+        "operator": math.sqrt(rows / cols),
     }[scale]
 
 
@@ -1061,12 +1062,12 @@ def fedlada(
     x <- x + server_lr sum_i w_i (x_i - x).
 
     The PDF was out of reach; this is fedbrew's reading of it ("AMSGrad, no bias correction, eps^2
-    as the floor"). The FedMuon repository writes Adam instead (``amsgrad`` off: v_hat is v) with
-    other factors, see its bug list.
+    as the floor"). The FedAdamW repository writes Adam instead (``amsgrad`` off): v_hat is v, v_bar
+    starts at 0, and eps is added to the root.
     """
     b1, b2 = betas
     x, g_a, trace = copy(x0), zeros(x0), Trace()
-    v_bar = {name: torch.full_like(p, eps**2) for name, p in x0.items()}
+    v_bar = {name: torch.full_like(p, eps**2 if amsgrad else 0.0) for name, p in x0.items()}
     for r, cohort in enumerate(rounds):
         eta, w = at(lr, r), cohort_weights(cohort, weights)
         x_i, v_i = {}, {}
@@ -1078,7 +1079,8 @@ def fedlada(
                     m[name] = b1 * m[name] + (1 - b1) * g[name]
                     v[name] = b2 * v[name] + (1 - b2) * g[name] ** 2
                     v_hat[name] = torch.maximum(v_hat[name], v[name]) if amsgrad else v[name]
-                    step = alpha * m[name] / torch.sqrt(v_hat[name]) + (1 - alpha) * g_a[name]
+                    root = torch.sqrt(v_hat[name]) + (0.0 if amsgrad else eps)
+                    step = alpha * m[name] / root + (1 - alpha) * g_a[name]
                     y[name] = y[name] - eta * step
             x_i[i], v_i[i] = y, v_hat
         g_a = mean_direction(x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w)
@@ -1121,12 +1123,13 @@ def fedadamw(
 
     Choices: the printed "- lambda x" would grow the weights and is read as decoupled decay.
     ``block_mean``: the paper sends the mean of each block of a Hessian-like partition, its vision
-    code all of v (pass the identity); here one block per parameter. t = steps of earlier rounds +
-    k, where an earlier round counts as ``steps_per_round`` or, if None, as the longest client of
-    its cohort; the paper has one constant K. ``shrink_local`` puts (1-alpha) before the Adam
-    direction, as later versions of the code do and the paper does not.
+    code all of v (pass the identity); here one block per parameter. b2^t = d b2^k, where d is b2 to
+    the steps of the earlier rounds: d <- d b2^steps_per_round or, if that is None, d <- d sum_i w_i
+    b2^{K_i}, so that 1 - d is what the weights in v_bar sum to; the paper has one constant K.
+    ``shrink_local`` puts (1-alpha) before the Adam direction, as later versions of the code do and
+    the paper does not.
     """
-    x, delta, v_bar, before, trace = copy(x0), zeros(x0), zeros(x0), 0, Trace()
+    x, delta, v_bar, d, trace = copy(x0), zeros(x0), zeros(x0), 1.0, Trace()
     local = 1 - alpha if shrink_local else 1.0
     b1, b2 = betas
     for r, cohort in enumerate(rounds):
@@ -1139,9 +1142,7 @@ def fedadamw(
                 for name in y:
                     m[name] = b1 * m[name] + (1 - b1) * g[name]
                     v[name] = b2 * v[name] + (1 - b2) * g[name] ** 2
-                    adam = (m[name] / (1 - b1**k)) / (
-                        torch.sqrt(v[name] / (1 - b2 ** (before + k))) + eps
-                    )
+                    adam = (m[name] / (1 - b1**k)) / (torch.sqrt(v[name] / (1 - d * b2**k)) + eps)
                     y[name] = y[name] - eta * (
                         local * adam + alpha * delta[name] + weight_decay * y[name]
                     )
@@ -1149,12 +1150,12 @@ def fedadamw(
         delta = mean_direction(x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w)
         v_bar = mean(v_i, w)
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
-        before += (
-            max(len(batches) for batches in cohort.values())
+        d *= (
+            sum(w[i] * b2 ** len(batches) for i, batches in cohort.items())
             if steps_per_round is None
-            else steps_per_round
+            else b2**steps_per_round
         )
-        trace.record(x, delta=delta, v=v_bar)
+        trace.record(x, delta=delta, v=v_bar, d={"": torch.tensor(d, dtype=torch.float64)})
     return trace
 
 
@@ -1407,6 +1408,9 @@ def server_muon(
     scale: str = "none",
     orthogonalize: Orthogonalize = polar_svd,
     rest_beta: float | None = None,
+    rest_betas: tuple[float, float] | None = None,
+    rest_eps: float = 1e-8,
+    server_decay: float = 0.0,
     matrix: Callable[[str, Tensor], bool] = is_matrix,
     weights: dict[int, int] | None = None,
     **sgd: Any,
@@ -1417,9 +1421,10 @@ def server_muon(
     pseudo-gradient G = -Delta: M <- beta M + G;  x <- x - server_lr * scale * orthogonalize(M).
     (EF21-Muon, arXiv 2510.00643, also orthogonalises after averaging, with K = 1.) The rest takes
     the same momentum (``rest_beta``, None: beta) without orthogonalisation, at its own rate: x <- x
-    - rest_server_lr * M. ``sgd`` goes to ``local_sgd``.
+    - rest_server_lr * M, or Adam's direction if ``rest_betas`` are given. ``server_decay`` is
+    decoupled, of the matrices. ``sgd`` goes to ``local_sgd``.
     """
-    x, M, trace = copy(x0), zeros(x0), Trace()
+    x, M, m, v, trace = copy(x0), zeros(x0), zeros(x0), zeros(x0), Trace()
     for r, cohort in enumerate(rounds):
         w = cohort_weights(cohort, weights)
         x_i = {
@@ -1429,7 +1434,13 @@ def server_muon(
         for name in x:
             if matrix(name, x0[name]):
                 M[name], u = muon_momentum(M[name], G[name], beta, ema, nesterov)
+                x[name] = x[name] * (1 - at(server_lr, r) * server_decay)
                 x[name] = x[name] - at(server_lr, r) * direction(u, orthogonalize, scale)
+            elif rest_betas is not None:
+                m[name], v[name], step = adamw_direction(
+                    m[name], v[name], G[name], r + 1, rest_betas, rest_eps
+                )
+                x[name] = x[name] - at(rest_server_lr, r) * step
             else:
                 decay = beta if rest_beta is None else rest_beta
                 M[name], u = muon_momentum(M[name], G[name], decay, ema, nesterov)

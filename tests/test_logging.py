@@ -31,17 +31,22 @@ from fedmuon_pl import (
     Classification,
     FedACG,
     FedAdam,
+    FedAdamW,
     FedAvg,
     FedCM,
     FedDyn,
     FederatedModule,
+    FedLADA,
     FedMuon,
+    FedMuonLMO,
     FedNova,
     FedProx,
     LocalMuon,
     Mime,
     MimeLite,
+    MuLoCo,
     Scaffold,
+    ServerMuon,
 )
 from fedmuon_pl.cli import main
 from fedmuon_pl.data.digits import SklearnDigits
@@ -317,11 +322,22 @@ def tiny_data(clients=4, dtype=torch.float32):
         (partial(Scaffold, 0.1, option="I"), 98, 98),
         (partial(Mime, 0.1), 98, 147),  # the full gradient up; m and the mean gradient down
         (partial(MimeLite, 0.1), 98, 98),
+        (partial(FedMuonLMO, 0.1), 98, 98),  # the change of C_i up, C down
+        (partial(ServerMuon, 0.1), 49, 49),
+        (partial(MuLoCo, 0.1), 49, 49),  # the inner state stays with the client
+        (partial(FedLADA, 0.1), 98, 147),  # v up; g_a and vbar down
+        (partial(FedLADA, 0.1, alpha=1.0), 98, 98),
+        # A mean of v for each of five tensors; Delta, the means and d, of 8 bytes, down.
+        (partial(FedAdamW, 0.1), 49 + 5, 98 + 5 + 2),
+        (partial(FedAdamW, 0.1, second_moment="full"), 98, 147 + 2),
+        (partial(FedAdamW, 0.1, alpha=0.0), 49 + 5, 49 + 5 + 2),
     ],
     ids=[
         *("fedavg", "fedadam", "local_muon", "scaffold", "fedmuon", "matrices", "no_pull", "no_m"),
         *("lowrank", "feedback", "ratio_1"),
         *("fedprox", "feddyn", "fednova", "fedcm", "fedacg", "scaffold_i", "mime", "mimelite"),
+        *("fedmuon_lmo", "server_muon", "muloco", "fedlada", "fedlada-no-direction"),
+        *("fedadamw", "fedadamw-full", "fedadamw-no-pull"),
     ],
 )
 def test_bytes_with_batchnorm(algorithm, up, down, at_once, tmp_path):

@@ -373,7 +373,7 @@ def test_copies_keep_everything():
         ({"weight_decay": -1.0}, "weight_decay must be at least 0, got -1.0"),
         (
             {"scale": "max"},
-            "scale must be one of none, spectral, rms, spectral_unflattened, got 'max'",
+            "scale must be one of none, spectral, rms, operator, spectral_unflattened, got 'max'",
         ),
     ],
 )

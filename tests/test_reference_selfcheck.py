@@ -1129,7 +1129,7 @@ def test_fedlada_by_hand(amsgrad):
         "amsgrad": amsgrad,
     }
     trace = ref.fedlada(scalar(2), q1, repeat(b, 2, K), **args)
-    x, v_bar, g_a = 2.0, eps**2, 0.0
+    x, v_bar, g_a = 2.0, eps**2 if amsgrad else 0.0, 0.0
     for r in range(2):
         y, hat, direction = {}, {}, {}
         for i in b:
@@ -1139,7 +1139,8 @@ def test_fedlada_by_hand(amsgrad):
                 m = b1 * m + (1 - b1) * g
                 v = b2 * v + (1 - b2) * g * g
                 hat[i] = max(hat[i], v) if amsgrad else v
-                y[i] -= eta[r] * (alpha * m / math.sqrt(hat[i]) + (1 - alpha) * g_a)
+                root = math.sqrt(hat[i]) + (0 if amsgrad else eps)
+                y[i] -= eta[r] * (alpha * m / root + (1 - alpha) * g_a)
             direction[i] = (x - y[i]) / (K[i] * eta[r])
         x, v_bar, g_a = (y[0] + y[1]) / 2, (hat[0] + hat[1]) / 2, (direction[0] + direction[1]) / 2
         assert values(trace)[r] == pytest.approx(x, abs=1e-12)
@@ -1172,7 +1173,7 @@ def test_fedadamw_by_hand(block, shrink):
     }
     x0 = {"w": torch.tensor([2.0, 3.0]).double()}
     trace = ref.fedadamw(x0, q1, repeat(b, 2, K), shrink_local=shrink, **args)
-    x, v_bar, delta, t0 = x0["w"], torch.zeros(2).double(), torch.zeros(2).double(), 0
+    x, v_bar, delta, d = x0["w"], torch.zeros(2).double(), torch.zeros(2).double(), 1.0
     for r in range(2):
         y, sent, direction = {}, {}, {}
         for i in b:
@@ -1180,7 +1181,7 @@ def test_fedadamw_by_hand(block, shrink):
             for k in range(1, K[i] + 1):
                 g = y[i] - b[i]
                 m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-                adam = m / (1 - b1**k) / ((v / (1 - b2 ** (t0 + k))).sqrt() + eps)
+                adam = m / (1 - b1**k) / ((v / (1 - d * b2**k)).sqrt() + eps)
                 y[i] = y[i] * (1 - eta * wd) - eta * (
                     (1 - alpha if shrink else 1) * adam + alpha * delta
                 )
@@ -1191,10 +1192,27 @@ def test_fedadamw_by_hand(block, shrink):
             (sent[0] + sent[1]) / 2,
             (direction[0] + direction[1]) / 2,
         )
-        t0 += 3
+        d *= (b2 ** K[0] + b2 ** K[1]) / 2
         same(trace.x[r], {"w": x})
         same(trace.state[r]["v"], {"w": v_bar})
         same(trace.state[r]["delta"], {"w": delta})
+
+
+def test_fedadamw_corrects_the_bias_of_unequal_work():
+    """With a constant gradient the corrected second moment is its square, whatever the K_i."""
+    rounds = repeat({0: 2.0, 1: 2.0, 2: 2.0}, 4, {0: 1, 1: 4, 2: 9})
+    trace = ref.fedadamw(scalar(0), linear, rounds, lr=0.1, weight_decay=0.0, betas=(0.0, 0.7))
+    for state in trace.state:
+        assert float(state["v"]["w"] / (1 - state["d"][""])) == pytest.approx(4.0, abs=1e-12)
+
+
+def test_fedadamw_counts_the_steps_of_all_rounds():
+    """With one K for all, the decay is beta2^t."""
+    args = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.5, 0.7)}
+    b = {0: 1.0, 1: -2.0}
+    a = ref.fedadamw(scalar(3), q1, repeat(b, 3, 4), **args)
+    same_models(a, ref.fedadamw(scalar(3), q1, repeat(b, 3, 4), steps_per_round=4, **args))
+    assert [float(s["d"][""]) for s in a.state] == pytest.approx([0.7**4, 0.7**8, 0.7**12])
 
 
 def test_fedmuon_lmo_without_the_lmo_is_scaffold():
