@@ -234,9 +234,11 @@ class FederatedModule(LightningModule):
         )
         self._seed_forward(derive(self.seed, "forward", plan.round, *clients))
         losses = []
-        for step in zip(*batches, strict=True):
+        for k, step in enumerate(zip(*batches, strict=True)):
             indices = torch.stack([torch.from_numpy(samples) for samples in step])
-            data = self.data.gather(indices.to(self.device))
+            data = self.data.local_step(
+                indices.to(self.device), clients, round=plan.round, step=k, seed=self.seed
+            )
             with self.trainer.precision_plugin.forward_context():
                 loss = stack.losses(self.task.loss, data)
             stack.zero_grad()
