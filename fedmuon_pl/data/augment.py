@@ -69,17 +69,10 @@ class CropFlip(Augmentation):
         """See :class:`Augmentation`."""
         n, channels, height, width = images.shape
         padded = F.pad(images, (self.padding,) * 4)
-
-        def along(length: int) -> Tensor:
-            return torch.arange(length, device=images.device)
-
-        top, left, flipped = plan[:, 0, None], plan[:, 1, None], plan[:, 2, None] == 1
-        rows = top + along(height)
-        columns = left + torch.where(flipped, width - 1 - along(width), along(width))
-        picked = padded[
-            along(n)[:, None, None, None],
-            along(channels)[:, None, None],
-            rows[:, None, :, None],
-            columns[:, None, None, :],
-        ]
-        return picked
+        rows = plan[:, 0, None] + torch.arange(height, device=images.device)
+        columns = torch.arange(width, device=images.device)
+        mirrored = plan[:, 2, None] == 1
+        columns = plan[:, 1, None] + torch.where(mirrored, width - 1 - columns, columns)
+        pixels = rows[:, :, None] * padded.shape[-1] + columns[:, None]
+        picked = padded.flatten(2).gather(2, pixels.view(n, 1, -1).expand(-1, channels, -1))
+        return picked.view_as(images)
