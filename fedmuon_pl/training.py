@@ -17,7 +17,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 # Imported so that a configuration can name their classes without a module.
 from . import algorithms, models, schedules, tasks  # noqa: F401
 from .arguments import ConfigName, Parser, root_cause
-from .data import digits, fashion, partition  # noqa: F401
+from .data import catalogue  # noqa: F401
 from .data.datamodule import FederatedDataModule
 from .environment import record_start
 from .errors import ConfigError, FedMuonError

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fedmuon_pl.cli import main
 from fedmuon_pl.data import fashion
+from fedmuon_pl.data.arrays import stratified
 from fedmuon_pl.data.fashion import DEBIAN, FashionMNIST, read_fashion_mnist
 from fedmuon_pl.data.files import parse_idx
 from fedmuon_pl.data.partition import IID
-from fedmuon_pl.data.sources import stratified
 from fedmuon_pl.errors import ConfigError
 
 FILES = {
@@ -89,7 +89,8 @@ def test_what_is_held_out_and_normalised(tmp_path, monkeypatch, nowhere):
         return found.int().argmax(1)
 
     splits = data.splits
-    train, val = where(splits.train[0]), where(splits.val[0])
+    assert splits.train[0].dtype == torch.uint8
+    train, val = (where(data.prepare(part)[0]) for part in (splits.train, splits.val))
     assert not set(train.tolist()) & set(val.tolist())
     labels = torch.from_numpy(arrays["train-labels-idx1-ubyte"])
     assert torch.equal(splits.train[1], labels[train])

@@ -20,7 +20,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 # Nothing of Lightning in these: a notebook or another framework can use them.
 FREE = ["algorithms", "optim", "clients.py", "schedules.py", "seeding.py", "errors.py", "models"]
-FREE += ["data/partition.py", "data/sampling.py", "data/sources.py"]
+FREE += [f"data/{n}.py" for n in ("arrays", "augment", "feature_skew", "files")]
+FREE += [f"data/{n}.py" for n in ("label_skew", "partition", "sampling", "size_skew")]
 
 # Imports point one way: a part may not know the parts named here.
 UPWARDS = {"server", "module", "training", "cli", "arguments", "compare"}
@@ -211,15 +212,14 @@ def test_class_paths_exist():
             for v in value:
                 yield from walk(v)
 
-    import fedmuon_pl.data.digits
-    import fedmuon_pl.data.fashion
-    import fedmuon_pl.data.partition
+    import fedmuon_pl.algorithms
+    import fedmuon_pl.data.catalogue
     import fedmuon_pl.models
     import fedmuon_pl.schedules
     import fedmuon_pl.tasks
 
-    places = [fedmuon_pl.algorithms, fedmuon_pl.data.digits, fedmuon_pl.data.fashion]
-    places += [fedmuon_pl.data.partition]
+    data = fedmuon_pl.data.catalogue
+    places = [fedmuon_pl.algorithms, *(getattr(data, name) for name in data.__all__)]
     places += [fedmuon_pl.models, fedmuon_pl.schedules, fedmuon_pl.tasks]
     files = sorted(CONFIGS.rglob("*.yaml"))
     assert len(files) > 8

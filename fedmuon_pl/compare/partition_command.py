@@ -7,7 +7,7 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from ..arguments import ConfigName, Parser, root_cause
-from ..data import digits, fashion, partition  # noqa: F401  (so that a configuration can name them)
+from ..data import catalogue  # noqa: F401  (so that a configuration can name them)
 from ..data.datamodule import FederatedDataModule
 from ..errors import FedMuonError
 from .partition_report import partition_figure, partition_table

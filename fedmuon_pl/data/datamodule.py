@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..errors import ConfigError
 from ..seeding import numpy_rng
 from .partition import IntArray, Partition, Partitioner
+from .partition_cache import cached_partition
 from .sampling import local_batches
+from .size_skew import Natural
 
 __all__ = ["Batches", "FederatedDataModule", "Splits"]
 
@@ -30,6 +32,7 @@ class Splits:
         test: The test set; never used to choose.
         labels: What a partitioner skews by, one integer for each training sample, ``(n,)``.
         num_classes: Labels are below it.
+        writers: Who each training sample is from, ``(n,)``, for :class:`Natural`; None if unknown.
     """
 
     train: Any
@@ -37,6 +40,7 @@ class Splits:
     test: Any
     labels: IntArray
     num_classes: int
+    writers: IntArray | None = None
 
 
 class Batches:
@@ -45,11 +49,18 @@ class Batches:
     Args:
         data: A pytree of tensors whose first axis is the samples.
         size: Samples in a batch; the last may be shorter.
+        prepare: What is done to a batch when it is taken.
     """
 
-    def __init__(self, data: Any, size: int) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        data: Any,  # noqa: ANN401
+        size: int,
+        prepare: Callable[[Any], Any] = lambda batch: batch,
+    ) -> None:
         self.data = data
         self.size = size
+        self.prepare = prepare
         self.samples = len(tree_leaves(data)[0])
 
     def __len__(self) -> int:
@@ -59,7 +70,8 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         """Batch after batch, in order."""
         for i in range(len(self)):
-            yield tree_map(lambda t, i=i: t[i * self.size : (i + 1) * self.size], self.data)
+            part = slice(i * self.size, (i + 1) * self.size)
+            yield self.prepare(tree_map(lambda t, part=part: t[part], self.data))
 
 
 class _OneRound:
@@ -116,7 +128,15 @@ class FederatedDataModule(LightningDataModule):
 
     def make_partition(self, splits: Splits) -> Partition:
         """Who holds what; override for data that come with their own clients."""
-        return self.partitioner(splits.labels, self.clients, self.partition_seed)
+        column: IntArray | None = splits.labels
+        if isinstance(self.partitioner, Natural):
+            column = splits.writers
+            if column is None:
+                raise ValueError(
+                    f"Natural needs to know writers, and {type(self).__name__} has none"
+                )
+        assert column is not None
+        return cached_partition(self.partitioner, column, self.clients, self.partition_seed)
 
     def setup(self, stage: str | None = None) -> None:
         """Loads and partitions; a second call does nothing."""
@@ -144,9 +164,37 @@ class FederatedDataModule(LightningDataModule):
         for name in ("train", "val", "test"):
             setattr(self.splits, name, tree_map(move, getattr(self.splits, name)))
 
+    def prepare(self, batch: Any) -> Any:  # noqa: ANN401
+        """What the network gets of a stored batch, in training and evaluation: the same here."""
+        return batch
+
     def gather(self, indices: Tensor) -> Any:  # noqa: ANN401
         """The training samples at ``indices`` of any shape: tensors ``(*indices.shape, ...)``."""
-        return tree_map(lambda t: t[indices], self.splits.train)
+        return self.prepare(tree_map(lambda t: t[indices], self.splits.train))
+
+    def local_step(
+        self,
+        indices: Tensor,
+        clients: Sequence[int],
+        *,
+        round: int,
+        step: int,
+        seed: int,
+    ) -> Any:  # noqa: ANN401
+        """What some clients train on in one local step; override to augment it.
+
+        Args:
+            indices: Their samples, ``(C, B)``, on the data's device.
+            clients: Their ids.
+            round: The round.
+            step: The local step, below K.
+            seed: The run's seed.
+
+        Returns:
+            Tensors ``(C, B, ...)``; a client's part may depend on nothing but the seed, the round,
+            the client, the step and its indices.
+        """
+        return self.gather(indices)
 
     def client_batches(
         self,
@@ -205,11 +253,11 @@ class FederatedDataModule(LightningDataModule):
 
     def val_dataloader(self) -> list[Batches]:
         """The validation split, and during ``fit`` the test set for its curve."""
-        batches = [Batches(self.splits.val, self.eval_batch_size)]
+        batches = [Batches(self.splits.val, self.eval_batch_size, self.prepare)]
         if self.trainer is None or self.trainer.state.fn != "validate":
-            batches.append(Batches(self.splits.test, self.eval_batch_size))
+            batches.append(Batches(self.splits.test, self.eval_batch_size, self.prepare))
         return batches
 
     def test_dataloader(self) -> Batches:
         """The test set."""
-        return Batches(self.splits.test, self.eval_batch_size)
+        return Batches(self.splits.test, self.eval_batch_size, self.prepare)

