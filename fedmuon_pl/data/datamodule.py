@@ -145,7 +145,12 @@ class FederatedDataModule(LightningDataModule):
 
     def gather(self, indices: Tensor) -> Any:  # noqa: ANN401
         """The training samples at ``indices`` of any shape: tensors ``(*indices.shape, ...)``."""
-        return tree_map(lambda t: t[indices], self.splits.train)
+        flat = indices.flatten()  # copies whole samples: t[indices] took 3 to 6 times as long
+
+        def take(t: Tensor) -> Tensor:
+            return t.index_select(0, flat).view(*indices.shape, *t.shape[1:])
+
+        return tree_map(take, self.splits.train)
 
     def client_batches(
         self,
