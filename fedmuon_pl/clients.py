@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from .pytrees import map_tensors
+
 __all__ = [
     "ClientStack",
     "Forward",
@@ -24,7 +26,6 @@ __all__ = [
     "channels_last_fault",
     "clip_per_client",
     "convolution_kernels",
-    "map_tensors",
     "persistent_buffers",
     "side_by_side_fault",
     "trainable",
@@ -61,15 +62,6 @@ def convolution_kernels(network: nn.Module) -> list[str]:
         for name, module in network.named_modules()
         if type(module) is nn.Conv2d and module.weight.requires_grad
     ]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:  # noqa: ANN401
-    """``tree_map`` over a batch; the usual ones, a tensor or a plain tuple of them, at no cost."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if type(batch) is tuple and all(isinstance(t, Tensor) for t in batch):
-        return tuple(function(t) for t in batch)
-    return tree_map(function, batch)
 
 
 class ClientStack:

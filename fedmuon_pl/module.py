@@ -2,26 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pytorch_lightning import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
+from . import engine
 from .algorithms.base import Algorithm
-from .clients import (
-    ClientStack,
-    channels_last_fault,
-    clip_per_client,
-    convolution_kernels,
-    map_tensors,
-    side_by_side_fault,
-    trainable,
-)
+from .clients import ClientStack, clip_per_client, trainable
 from .data.datamodule import FederatedDataModule
 from .data.partition import IntArray
 from .errors import ConfigError
@@ -36,9 +27,6 @@ from .server.roundlog import RoundLog, find
 from .tasks import Task
 
 __all__ = ["FederatedModule"]
-
-_GATHERED = 1024
-"""Samples that are gathered at a time, for one or for several local steps."""
 
 _CLIENTS_EVALUATED = 1000
 """Per-client accuracy is reported over all clients, or over a fixed sample of this many."""
@@ -68,7 +56,7 @@ class FederatedModule(LightningModule):
             as dropout does, since they would depend on the block, or cannot run side by side).
         channels_last: Whether the clients' convolutions run with their kernels in memory as
             (out, kh, kw, in), which changes speed and the last bits only. ``"auto"``: where it is
-            the faster and the network allows it, see :meth:`_resolve_channels_last`.
+            the faster and the network allows it, see :func:`fedmuon_pl.engine.channels_last`.
         seed: The run's seed: x^0, cohorts, batches and dropout follow from it. The CLI links it to
             ``seed_everything``.
 
@@ -170,8 +158,8 @@ class FederatedModule(LightningModule):
         """Places the data and allocates the client stack, once the model is on its device."""
         x = next(iter(trainable(self.network).values()))
         self.data.place(x.device, x.dtype)
-        self._at_once = self._resolve_clients_at_once(x.device)
-        self._channels_last = self._resolve_channels_last(x.device, x.dtype)
+        self._at_once = engine.clients_at_once(self, x.device)
+        self._channels_last = engine.channels_last(self, x, self._at_once)
         self.stack = ClientStack(self.network, self._at_once, self._channels_last)
 
     @property
@@ -255,7 +243,7 @@ class FederatedModule(LightningModule):
         )
         self._seed_forward(derive(self.seed, "forward", plan.round, *clients))
         losses = []
-        for data in self._steps(batches):
+        for data in self.data.local_data(batches, self.device):
             with self.trainer.precision_plugin.forward_context():
                 loss = stack.losses(self.task.loss, data)
             stack.zero_grad()
@@ -271,23 +259,6 @@ class FederatedModule(LightningModule):
             uploads = algorithm.end(run)
         self.server.receive(run, uploads, torch.stack(losses), stack.buffers)
 
-    def _steps(self, batches: list[list[IntArray]]) -> Iterator[Any]:
-        """The data of step after step, ``(C, B, ...)``; several small ones are gathered at once."""
-        steps = [np.stack(step) for step in zip(*batches, strict=True)]
-        while steps:
-            together, samples = 1, steps[0].size
-            while together < len(steps) and samples + steps[together].size <= _GATHERED:
-                samples += steps[together].size
-                together += 1
-            chosen, steps = steps[:together], steps[together:]
-            indices = torch.from_numpy(np.concatenate([s.ravel() for s in chosen]))
-            data = self.data.gather(indices.to(self.device))
-            first = 0
-            for step in chosen:
-                last = first + step.size
-                yield map_tensors(partial(_part, first=first, last=last, shape=step.shape), data)
-                first = last
-
     def _seed_forward(self, seed: int) -> None:
         # On a CPU the same as torch.manual_seed without the other devices, which cost 3 ms a call.
         cpu = self.device.type == "cpu"
@@ -297,45 +268,6 @@ class FederatedModule(LightningModule):
         bar = self.trainer.progress_bar_callback
         if isinstance(bar, RoundProgressBar):
             bar.advance_clients(clients)
-
-    def _resolve_clients_at_once(self, device: torch.device) -> int:
-        asked, cohort = self.clients_at_once, self.server.cohort_size
-        if asked == 1 or cohort == 1 or (asked == "auto" and device.type == "cpu"):
-            return 1
-        fault = self._side_by_side_fault()
-        if fault is None:
-            return cohort if asked == "auto" else min(asked, cohort)
-        if asked == "auto":
-            return 1
-        raise ConfigError(f"model.clients_at_once={asked}: {fault}; use 1")
-
-    def _resolve_channels_last(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Measured on a CPU in float32: LeNet's steps took 0.8, ResNet-18's 0.77 of the time.
-
-        Not side by side, where a convolution becomes a grouped one, and not in float64, for which
-        oneDNN has no kernels. On CUDA it is for tensor cores, so for half precision.
-        """
-        if self.channels_last != "auto":
-            return self.channels_last and self._at_once == 1
-        half = str(self.trainer.precision) in ("bf16-mixed", "bf16-true", "16-true")
-        pays = half if device.type == "cuda" else dtype != torch.float64 and device.type == "cpu"
-        if not pays or self._at_once > 1 or not convolution_kernels(self.network):
-            return False
-        with self.trainer.precision_plugin.forward_context():
-            few = self._few_samples(1, 4)
-            return channels_last_fault(self.network, self.task.loss, few) is None
-
-    def _side_by_side_fault(self) -> str | None:
-        if not self.algorithm.local.elementwise:
-            return "the local optimiser couples the elements of a tensor"
-        return side_by_side_fault(self.network, self.task.loss, self._few_samples(2, 4))
-
-    def _few_samples(self, clients: int, size: int) -> Any:  # noqa: ANN401
-        """A batch ``(clients, size, ...)`` for a trial, of the first client's data."""
-        client, wanted = int(self.server.candidates[0]), clients * size
-        samples = torch.from_numpy(self.data.partition[client][:wanted].astype("int64"))
-        indices = samples.repeat(wanted)[:wanted].view(clients, size)
-        return self.data.gather(indices.to(self.device))
 
     # -- evaluation ---------------------------------------------------------------------------
 
@@ -403,8 +335,3 @@ class FederatedModule(LightningModule):
         """What was measured since the last call, by tag; empty if nothing was."""
         values, self._evaluation = self._evaluation, {}
         return values
-
-
-def _part(t: Tensor, first: int, last: int, shape: tuple[int, ...]) -> Tensor:
-    """Samples first to last, in the given shape."""
-    return t[first:last].view(*shape, *t.shape[1:])

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import ConfigError
+from ..pytrees import map_tensors
 from ..seeding import numpy_rng
 from .partition import IntArray, Partition, Partitioner
 from .sampling import local_batches
 
 __all__ = ["Batches", "FederatedDataModule", "Splits"]
+
+
+_GATHERED = 1024
+"""Samples that are gathered at a time, for one or for several local steps."""
 
 
 @dataclass
@@ -150,7 +156,26 @@ class FederatedDataModule(LightningDataModule):
         def take(t: Tensor) -> Tensor:
             return t.index_select(0, flat).view(*indices.shape, *t.shape[1:])
 
-        return tree_map(take, self.splits.train)
+        return map_tensors(take, self.splits.train)
+
+    def local_data(self, batches: list[list[IntArray]], device: torch.device) -> Iterator[Any]:
+        """The data of a block's local steps, one after the other, each ``(C, B, ...)``.
+
+        Several small steps are gathered at once.
+
+        Args:
+            batches: ``batches[c][k]`` are the samples of client c in step k.
+            device: Where the data lie.
+        """
+        steps = [np.stack(step) for step in zip(*batches, strict=True)]
+        while steps:
+            ends = np.cumsum([s.size for s in steps])
+            together = max(1, int((ends <= _GATHERED).sum()))
+            chosen, steps = steps[:together], steps[together:]
+            indices = torch.from_numpy(np.concatenate([s.ravel() for s in chosen]))
+            data = self.gather(indices.to(device))
+            for step, end in zip(chosen, ends, strict=False):
+                yield map_tensors(partial(_part, step.shape, int(end) - step.size, int(end)), data)
 
     def client_batches(
         self,
@@ -203,3 +228,8 @@ class FederatedDataModule(LightningDataModule):
     def test_dataloader(self) -> Batches:
         """The test set."""
         return Batches(self.splits.test, self.eval_batch_size)
+
+
+def _part(shape: tuple[int, ...], first: int, end: int, t: Tensor) -> Tensor:
+    """Samples from ``first`` to before ``end``, their axis as ``shape``."""
+    return t[first:end].view(*shape, *t.shape[1:])
