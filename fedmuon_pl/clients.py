@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from .pytrees import map_tensors
+
 __all__ = [
     "ClientStack",
     "Forward",
     "LossFunction",
     "Tensors",
     "batch_norm_state",
+    "channels_last_fault",
     "clip_per_client",
+    "convolution_kernels",
     "nbytes",
     "persistent_buffers",
     "side_by_side_fault",
@@ -68,6 +72,18 @@ def batch_norm_state(network: nn.Module) -> frozenset[str]:
     )
 
 
+def convolution_kernels(network: nn.Module) -> list[str]:
+    """Names of the trained kernels of plain ``nn.Conv2d``.
+
+    A subclass may do with its kernel what the layout in memory forbids, such as ``view``.
+    """
+    return [
+        f"{name}.weight" if name else "weight"
+        for name, module in network.named_modules()
+        if type(module) is nn.Conv2d and module.weight.requires_grad
+    ]
+
+
 class ClientStack:
     """Weights and buffers of up to ``capacity`` clients, allocated once and refilled in place.
 
@@ -76,6 +92,9 @@ class ClientStack:
             of its modules is in, and never changed from here. Frozen parameters are shared with
             it, not stacked.
         capacity: The most clients that train side by side, C.
+        channels_last: Whether the kernels of ``nn.Conv2d`` lie in memory as (out, kh, kw, in),
+            which makes the forward and the backward run in that layout. Shapes and values are the
+            same, results agree up to rounding.
 
     Attributes:
         names: Names of the trainable parameters, the order of all tensor lists here.
@@ -86,7 +105,7 @@ class ClientStack:
             axis, for C = 1, else the stacked ones.
     """
 
-    def __init__(self, network: nn.Module, capacity: int) -> None:
+    def __init__(self, network: nn.Module, capacity: int, channels_last: bool = False) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 client, got {capacity}")
         self.capacity = capacity
@@ -97,7 +116,8 @@ class ClientStack:
                 p.data = theirs[name].data
         self.names = list(trainable(self.shell))
         self._shell_leaves = [own[name] for name in self.names]
-        self._storage = [_stacked(p, capacity) for p in self._shell_leaves]
+        kernels = set(convolution_kernels(self.shell)) if channels_last else set()
+        self._storage = [_stacked(own[name], capacity, name in kernels) for name in self.names]
         self._buffer_storage = {n: _stacked(b, capacity) for n, b in self.shell.named_buffers()}
         # The shell's tensors become views of slice 0, so that C = 1 needs no copying at all.
         for p, storage in zip(self._shell_leaves, self._storage, strict=True):
@@ -153,7 +173,7 @@ class ClientStack:
             batch: A pytree of tensors ``(C, B, ...)``.
         """
         if self.clients == 1:
-            value = loss(self.shell, tree_map(lambda t: t[0], batch)).unsqueeze(0)
+            value = loss(self.shell, map_tensors(_first, batch)).unsqueeze(0)
             for name, (home, key, own) in self._homes.items():
                 new = home[key]
                 if new is not own and new is not None:  # the forward has set another tensor
@@ -195,6 +215,28 @@ class ClientStack:
     def with_axis(self, leaf_like: Tensor) -> Tensor:
         """A tensor shaped like a leaf as a view with the client axis."""
         return leaf_like.unsqueeze(0) if self.clients == 1 else leaf_like
+
+
+def channels_last_fault(network: nn.Module, loss: LossFunction, batch: Any) -> str | None:  # noqa: ANN401
+    """Why a network cannot run with channels last, in words; None if it can.
+
+    One forward and backward are made. ``x.view(...)`` of a convolution's output is what fails.
+
+    Args:
+        network: The global model; it is not changed.
+        loss: ``loss(network, batch)`` of one client.
+        batch: A pytree of tensors ``(1, B, ...)``: a few samples of one client.
+    """
+    x = [p.detach() for p in trainable(network).values()]
+    stack = ClientStack(network, 1, channels_last=True)
+    with torch.random.fork_rng([x[0].device] if x[0].is_cuda else []):
+        stack.load(x, dict(network.named_buffers()))
+        try:
+            stack.losses(loss, batch).sum().backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as e:
+            why = str(e).partition("\n")[0].rstrip(". ")
+            return f"the network's forward cannot run with channels last ({why})"
+    return None
 
 
 def side_by_side_fault(network: nn.Module, loss: LossFunction, batch: Any) -> str | None:  # noqa: ANN401
@@ -266,5 +308,12 @@ def _cut_padding_gradient(module: nn.Embedding) -> None:
     module.register_forward_hook(hook, with_kwargs=True)
 
 
-def _stacked(t: Tensor, capacity: int) -> Tensor:
-    return torch.empty((capacity, *t.shape), dtype=t.dtype, device=t.device).copy_(t.detach())
+def _stacked(t: Tensor, capacity: int, channels_last: bool = False) -> Tensor:
+    new = torch.empty((capacity, *t.shape), dtype=t.dtype, device=t.device)
+    if channels_last:
+        new = new.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    return new.copy_(t.detach())
+
+
+def _first(t: Tensor) -> Tensor:
+    return t[0]

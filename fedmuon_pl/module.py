@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
+from . import engine
 from .algorithms.base import Algorithm
-from .clients import ClientStack, Tensors, clip_per_client, side_by_side_fault, trainable
+from .clients import ClientStack, Tensors, clip_per_client, trainable
 from .data.datamodule import FederatedDataModule
 from .data.partition import IntArray
 from .data.sampling import evaluated_clients
@@ -54,6 +55,9 @@ class FederatedModule(LightningModule):
         clients_at_once: How many clients train side by side: a number, or ``"auto"`` for one on a
             CPU and the whole cohort on an accelerator (one if the forward draws random numbers,
             as dropout does, since they would depend on the block, or cannot run side by side).
+        channels_last: Whether the clients' convolutions run with their kernels in memory as
+            (out, kh, kw, in), which changes speed and the last bits only. ``"auto"``: where it is
+            the faster and the network allows it, see :func:`fedmuon_pl.engine.channels_last`.
         seed: The run's seed: x^0, cohorts, batches and dropout follow from it. The CLI links it to
             ``seed_everything``.
 
@@ -71,6 +75,7 @@ class FederatedModule(LightningModule):
         lr_schedule: Schedule | None = None,
         client_clip_norm: float | None = None,
         clients_at_once: int | Literal["auto"] = "auto",
+        channels_last: bool | Literal["auto"] = "auto",
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -95,6 +100,7 @@ class FederatedModule(LightningModule):
         self.lr_schedule = lr_schedule or Constant()
         self.client_clip_norm = client_clip_norm
         self.clients_at_once = clients_at_once
+        self.channels_last = channels_last
         self.seed = int(seed)  # a plain one: a parser may hand over a subclass
         self.network = task.build_network(seed)
         if not trainable(self.network):
@@ -103,6 +109,7 @@ class FederatedModule(LightningModule):
         self._evaluation: dict[str, float] = {}
         self._at_once = 1
         self._anchor_stack: ClientStack | None = None
+        self._channels_last = False
 
     # -- Lightning's hooks --------------------------------------------------------------------
 
@@ -153,8 +160,9 @@ class FederatedModule(LightningModule):
         """Places the data and allocates the client stack, once the model is on its device."""
         x = next(iter(trainable(self.network).values()))
         self.data.place(x.device, x.dtype)
-        self._at_once = self._resolve_clients_at_once(x.device)
-        self.stack = ClientStack(self.network, self._at_once)
+        self._at_once = engine.clients_at_once(self, x.device)
+        self._channels_last = engine.channels_last(self, x, self._at_once)
+        self.stack = ClientStack(self.network, self._at_once, self._channels_last)
         self._anchor_stack = None
 
     @property
@@ -166,6 +174,7 @@ class FederatedModule(LightningModule):
         """What may change the last bits of a result, as resolved."""
         return {
             "clients_at_once": self._at_once,
+            "channels_last": self._channels_last,
             "threads": torch.get_num_threads(),
             "device": self.device.type,
             "torch": str(torch.__version__),
@@ -290,8 +299,9 @@ class FederatedModule(LightningModule):
         run.full_gradient = full
         self._seed_forward(derive(self.seed, "forward", plan.round, *clients))
         losses = []
-        for step in zip(*batches, strict=True):
-            data = self._gather(step)
+        for data in self.data.local_data(
+            batches, clients, self.device, round=plan.round, seed=self.seed
+        ):
             if anchor is not None:
                 run.anchor_gradient = self._gradient_at_start(anchor, data)
             loss = self._losses(stack, data)
@@ -311,7 +321,7 @@ class FederatedModule(LightningModule):
     def _anchor(self, plan: RoundPlan, clients: int) -> ClientStack:
         """A second stack, which stays at x^r."""
         if self._anchor_stack is None:
-            self._anchor_stack = ClientStack(self.network, self._at_once)
+            self._anchor_stack = ClientStack(self.network, self._at_once, self._channels_last)
         self._anchor_stack.resize(clients)
         self._anchor_stack.load(plan.x0, plan.buffers)
         return self._anchor_stack
@@ -333,25 +343,6 @@ class FederatedModule(LightningModule):
         bar = self.trainer.progress_bar_callback
         if isinstance(bar, RoundProgressBar):
             bar.advance_clients(clients)
-
-    def _resolve_clients_at_once(self, device: torch.device) -> int:
-        asked, cohort = self.clients_at_once, self.server.cohort_size
-        if asked == 1 or cohort == 1 or (asked == "auto" and device.type == "cpu"):
-            return 1
-        fault = self._side_by_side_fault()
-        if fault is None:
-            return cohort if asked == "auto" else min(asked, cohort)
-        if asked == "auto":
-            return 1
-        raise ConfigError(f"model.clients_at_once={asked}: {fault}; use 1")
-
-    def _side_by_side_fault(self) -> str | None:
-        if not self.algorithm.local.elementwise:
-            return "the local optimiser couples the elements of a tensor"
-        client = int(self.server.candidates[0])
-        samples = torch.from_numpy(self.data.partition[client][:8].astype("int64"))
-        batch = self.data.gather(samples.repeat(8)[:8].view(2, 4).to(self.device))
-        return side_by_side_fault(self.network, self.task.loss, batch)
 
     # -- evaluation ---------------------------------------------------------------------------
 

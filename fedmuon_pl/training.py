@@ -42,7 +42,8 @@ class _SaveRunConfig(SaveConfigCallback):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         assert isinstance(pl_module, FederatedModule)
-        self.config.model.clients_at_once = pl_module.engine()["clients_at_once"]
+        for name in ("clients_at_once", "channels_last"):
+            self.config.model[name] = pl_module.engine()[name]
         path = run_folder(trainer) / self.config_filename
         path.parent.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, str(path), skip_unset=False, overwrite=True, multifile=False)

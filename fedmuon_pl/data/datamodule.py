@@ -4,6 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import ConfigError
+from ..pytrees import map_tensors
 from ..seeding import numpy_rng
 from .partition import IntArray, Partition, Partitioner
 from .partition_cache import cached_partition
@@ -20,6 +22,10 @@ from .sampling import local_batches
 from .size_skew import Natural
 
 __all__ = ["Batches", "FederatedDataModule", "Splits"]
+
+
+_GATHERED = 1024
+"""Samples that are gathered at a time, for one or for several local steps."""
 
 
 @dataclass
@@ -170,31 +176,81 @@ class FederatedDataModule(LightningDataModule):
 
     def gather(self, indices: Tensor) -> Any:  # noqa: ANN401
         """The training samples at ``indices`` of any shape: tensors ``(*indices.shape, ...)``."""
-        return self.prepare(tree_map(lambda t: t[indices], self.splits.train))
+        return self.prepare(self._stored(indices))
 
-    def local_step(
+    def _stored(self, indices: Tensor) -> Any:  # noqa: ANN401
+        flat = indices.flatten()  # copies whole samples: t[indices] took 3 to 6 times as long
+
+        def take(t: Tensor) -> Tensor:
+            return t.index_select(0, flat).view(*indices.shape, *t.shape[1:])
+
+        return map_tensors(take, self.splits.train)
+
+    @property
+    def augments(self) -> bool:
+        """Whether :meth:`augmented` changes anything; override both."""
+        return False
+
+    def augmented(
         self,
-        indices: Tensor,
+        batch: Any,
         clients: Sequence[int],
         *,
         round: int,
         step: int,
-        seed: int,
+        seed: int,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """What some clients train on in one local step; override to augment it.
+        """A stored batch as some clients see it in one local step, where :attr:`augments` is true.
 
         Args:
-            indices: Their samples, ``(C, B)``, on the data's device.
-            clients: Their ids.
+            batch: Tensors ``(C, B, ...)``, before :meth:`prepare`.
+            clients: The clients' ids.
             round: The round.
             step: The local step, below K.
             seed: The run's seed.
 
         Returns:
             Tensors ``(C, B, ...)``; a client's part may depend on nothing but the seed, the round,
-            the client, the step and its indices.
+            the client, the step and its samples.
         """
-        return self.gather(indices)
+        return batch
+
+    def local_data(
+        self,
+        batches: list[list[IntArray]],
+        clients: Sequence[int],
+        device: torch.device,
+        *,
+        round: int,
+        seed: int,
+    ) -> Iterator[Any]:
+        """The data of a block's local steps, one after the other, each ``(C, B, ...)``.
+
+        Several small steps are gathered at once.
+
+        Args:
+            batches: ``batches[c][k]`` are the samples of client c in step k.
+            clients: The clients' ids.
+            device: Where the data lie.
+            round: The round.
+            seed: The run's seed.
+        """
+        plain = not self.augments
+        steps = [np.stack(step) for step in zip(*batches, strict=True)]
+        first = 0
+        while first < len(steps):
+            ends = np.cumsum([s.size for s in steps[first:]])
+            together = max(1, int((ends <= _GATHERED).sum()))
+            chosen = steps[first : first + together]
+            indices = torch.from_numpy(np.concatenate([s.ravel() for s in chosen])).to(device)
+            data = self.gather(indices) if plain else self._stored(indices)
+            for k, (step, end) in enumerate(zip(chosen, ends, strict=False), first):
+                part = map_tensors(partial(_part, step.shape, int(end) - step.size, int(end)), data)
+                if not plain:
+                    part = self.augmented(part, clients, round=round, step=k, seed=seed)
+                    part = self.prepare(part)
+                yield part
+            first += together
 
     def client_batches(
         self,
@@ -261,3 +317,8 @@ class FederatedDataModule(LightningDataModule):
     def test_dataloader(self) -> Batches:
         """The test set."""
         return Batches(self.splits.test, self.eval_batch_size, self.prepare)
+
+
+def _part(shape: tuple[int, ...], first: int, end: int, t: Tensor) -> Tensor:
+    """Samples from ``first`` to before ``end``, their axis as ``shape``."""
+    return t[first:end].view(*shape, *t.shape[1:])

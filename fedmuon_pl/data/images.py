@@ -144,20 +144,29 @@ class ImageDataModule(FederatedDataModule):
         mean, std = (t.to(images.device, self._dtype) for t in self._moments)
         return images.to(self._dtype).sub_(mean).div_(std), labels
 
-    def local_step(
-        self, indices: Tensor, clients: Sequence[int], *, round: int, step: int, seed: int
+    @property
+    def augments(self) -> bool:
+        """See :class:`FederatedDataModule`."""
+        return self.augment is not None
+
+    def augmented(
+        self,
+        batch: tuple[Tensor, Tensor],
+        clients: Sequence[int],
+        *,
+        round: int,
+        step: int,
+        seed: int,
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`FederatedDataModule`; augmented."""
-        if self.augment is None:
-            return self.gather(indices)  # type: ignore[no-any-return]
-        images, labels = (t[indices] for t in self.splits.train)
+        """See :class:`FederatedDataModule`."""
+        assert self.augment is not None
+        images, labels = batch
         plans = [
-            self.augment.plan(numpy_rng(seed, "augment", round, c, step), indices.shape[1])
+            self.augment.plan(numpy_rng(seed, "augment", round, c, step), images.shape[1])
             for c in clients
         ]
         plan = torch.from_numpy(np.concatenate(plans)).to(images.device)
-        changed = self.augment(images.flatten(0, 1), plan).view_as(images)
-        return self.prepare((changed, labels))
+        return self.augment(images.flatten(0, 1), plan).view_as(images), labels
 
     def describe(self) -> dict[str, Any]:
         """See :class:`FederatedDataModule`; with what else decides what the clients see."""
