@@ -45,6 +45,16 @@ readme: $(VENV)/.installed ## Regenerate the results of README.md: the quickstar
 tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k on the validation split
 	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned
 
+ablation: $(VENV)/.installed ## FedMuon's three switches, every combination, on two data sets: table and curves
+	$(BIN)/fedmuon sweep ablation --root $(RUNS)/ablation $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
+	for e in mnist5k fashion5k; do \
+	  $(BIN)/fedmuon compare $(RUNS)/ablation/$$e --markdown docs/ablation.md --section $$e && \
+	  cp $(RUNS)/ablation/$$e/compare/curves.png docs/ablation-$$e.png; done
+
+sensitivity: $(VENV)/.installed ## How FedMuon depends on alpha, beta, rate and Newton-Schulz steps: heat maps
+	$(BIN)/fedmuon sweep sensitivity --root $(RUNS)/sensitivity $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
+	$(BIN)/fedmuon heatmap $(RUNS)/sensitivity/mnist5k -o docs/sensitivity
+
 lint: $(VENV)/.installed-dev ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,4 +70,4 @@ format: $(VENV)/.installed-dev ## Reformat and fix what can be fixed
 clean: ## Remove the environment and caches; runs stay
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help install quickstart run tensorboard readme tune lint test format clean
+.PHONY: help install quickstart run tensorboard readme tune ablation sensitivity lint test format clean
