@@ -28,6 +28,7 @@ from cli_runs import (
 from federation import ClientLists, TinyNet, federate, trainer
 
 from fedmuon_pl import (
+    SOAP,
     Classification,
     FedACG,
     FedAdam,
@@ -40,6 +41,7 @@ from fedmuon_pl import (
     FedMuon,
     FedMuonLMO,
     FedNova,
+    FedPAC,
     FedProx,
     LocalMuon,
     Mime,
@@ -298,6 +300,10 @@ def tiny_data(clients=4, dtype=torch.float32):
     }
 
 
+HEAVY_BALL = partial(torch.optim.SGD, momentum=0.9)
+GRAMS = 2**2 + 1**2 + 3**2 + 3**2 + 3**2 + 8**2
+
+
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize(
     ("algorithm", "up", "down"),
@@ -331,6 +337,19 @@ def tiny_data(clients=4, dtype=torch.float32):
         (partial(FedAdamW, 0.1), 49 + 5, 98 + 5 + 2),
         (partial(FedAdamW, 0.1, second_moment="full"), 98, 147 + 2),
         (partial(FedAdamW, 0.1, alpha=0.0), 49 + 5, 49 + 5 + 2),
+        (partial(FedPAC, 0.1, averaged=[]), 49, 98),
+        # A moment and the number of its steps, in double precision.
+        (partial(FedPAC, 0.1), 49 + 49 + 2, 98 + 49 + 2),
+        (partial(FedPAC, 0.1, averaged=["exp_avg", "exp_avg_sq"]), 49 + 98 + 4, 98 + 98 + 4),
+        (
+            partial(
+                FedPAC, 0.1, partial(torch.optim.SGD, momentum=0.9), averaged=["momentum_buffer"]
+            ),
+            *(49 + 49, 98 + 49),
+        ),
+        (partial(FedAvg, 0.1, SOAP), 49, 49),
+        # Four axes of the convolution, two of the matrix.
+        (partial(FedPAC, 0.1, SOAP, averaged=["gram"]), 49 + GRAMS + 2, 98 + GRAMS + 2),
     ],
     ids=[
         *("fedavg", "fedadam", "local_muon", "scaffold", "fedmuon", "matrices", "no_pull", "no_m"),
@@ -338,6 +357,7 @@ def tiny_data(clients=4, dtype=torch.float32):
         *("fedprox", "feddyn", "fednova", "fedcm", "fedacg", "scaffold_i", "mime", "mimelite"),
         *("fedmuon_lmo", "server_muon", "muloco", "fedlada", "fedlada-no-direction"),
         *("fedadamw", "fedadamw-full", "fedadamw-no-pull"),
+        *("fedpac_no_state", "fedpac", "aligned_adamw", "aligned_sgd", "soap", "fedpac_soap"),
     ],
 )
 def test_bytes_with_batchnorm(algorithm, up, down, at_once, tmp_path):

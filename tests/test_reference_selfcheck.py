@@ -103,6 +103,7 @@ METHODS = {
     "mimelite": {**LR, "data": None},
     "fedcm": LR,
     "fedacg": LR,
+    "fedpac": {"lr": 0.01, "optimizer": ref.adam(), "averaged": ("v",)},
     "fedlada": {"lr": 0.01, "alpha": 0.5},
     "fedadamw": {"lr": 0.01, "weight_decay": 0.0},
     "fedmuon_lmo": {"lr": 0.01, "population": 5},
@@ -1146,6 +1147,69 @@ def test_fedlada_by_hand(amsgrad):
         assert values(trace)[r] == pytest.approx(x, abs=1e-12)
         assert float(trace.state[r]["v"]["w"]) == pytest.approx(v_bar, abs=1e-12)
         assert float(trace.state[r]["g_a"]["w"]) == pytest.approx(g_a, abs=1e-12)
+
+
+def test_fedpac_with_nothing_shared_is_fedavg_adamw(tiny, sizes):
+    x0, gradient, data = tiny
+    args = {"lr": 0.02, "weight_decay": 0.1, "weights": sizes, "clip_norm": 0.5}
+    rounds = tiny_rounds(data)
+    a = ref.fedpac(x0, gradient, rounds, optimizer=ref.adam(), averaged=(), alpha=0.0, **args)
+    same_models(a, ref.fedavg_adamw(x0, gradient, rounds, **args))
+
+
+def test_fedpac_around_muons_momentum_is_fedmuon_without_orthogonalisation(tiny, sizes):
+    x0, gradient, data = tiny
+    rounds = tiny_rounds(data)
+    ball = ref.heavy_ball(0.9)
+    a = ref.fedpac(
+        x0, gradient, rounds, lr=0.1, optimizer=ball, averaged=("momentum",), weights=sizes
+    )
+    all_matrices = {"matrix": lambda name, p: True, "orthogonalize": lambda M: M}
+    b = ref.fedmuon(
+        x0, gradient, rounds, lr=0.1, rest_lr=0.1, beta=0.9, weights=sizes, **all_matrices
+    )
+    same_models(a, b)
+
+
+def test_fedpac_q1_closed_form():
+    # Heavy ball on a linear loss: the average momentum of rounds of K steps is that of r K steps.
+    slope, beta, eta, K = 2.0, 0.5, 0.1, 3
+    rounds = repeat({0: slope, 1: slope}, 4, K)
+    arguments = {"optimizer": ref.heavy_ball(beta), "averaged": ("momentum",), "alpha": 0.0}
+    trace = ref.fedpac(scalar(1.0), linear, rounds, lr=eta, **arguments)
+    momenta = [slope * (1 - beta**k) / (1 - beta) for k in range(1, 4 * K + 1)]
+    expected = [1.0 - eta * sum(momenta[: K * r]) for r in range(1, 5)]
+    assert values(trace) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("skip_first", [True, False])
+def test_soap_on_a_diagonal_problem_is_adam(skip_first):
+    # Diagonal gradients have the axes as eigenvectors; whatever their order, Adam is Adam.
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.diag(torch.randn(4, generator=generator, dtype=torch.float64)) for _ in range(7)]
+    empty, step = ref.soap((0.9, 0.8), 1e-8, frequency=2, skip_first=skip_first)
+    empty_adam, adam = ref.adam((0.9, 0.8), 1e-8)
+    state, adam_state = empty(grads[0]), empty_adam(grads[0])
+    for k, g in enumerate(grads):
+        state, d = step(state, g)
+        if k == 0 and skip_first:
+            assert d is None
+            continue
+        adam_state, expected = adam(adam_state, g)
+        torch.testing.assert_close(d, expected, **EXACT)
+
+
+def test_soap_turns_with_the_coordinates():
+    generator = torch.Generator().manual_seed(1)
+    grads = torch.randn(6, 3, 3, generator=generator, dtype=torch.float64)
+    u, w = torch.linalg.qr(grads[0])[0], torch.linalg.qr(grads[1])[0]
+    empty, step = ref.soap(eps=1e-12, frequency=2)
+    state, turned = empty(grads[0]), empty(grads[0])
+    for g in grads:
+        state, d = step(state, g)
+        turned, e = step(turned, u @ g @ w)
+        if d is not None:
+            torch.testing.assert_close(e, u @ d @ w, rtol=0, atol=1e-9)
 
 
 def test_fedadamw_first_round_is_fedavg_adamw(tiny, sizes):

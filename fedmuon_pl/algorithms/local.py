@@ -64,8 +64,9 @@ class TorchRule(LocalRule):
         self.lr = positive(f"{prefix}lr", lr)
         kind, keywords = _unwrap(optimizer, f"{prefix}optimizer")
         signature = inspect.signature(kind).parameters
-        default = signature["lr"].default if "lr" in signature else None
-        if "lr" in keywords and keywords["lr"] != default:
+        # The command line fills in the default of the class, or of SGD, which it replaces.
+        defaults = [inspect.signature(k).parameters.get("lr") for k in (kind, torch.optim.SGD)]
+        if "lr" in keywords and keywords["lr"] not in [d.default for d in defaults if d]:
             raise ValueError(
                 f"the local learning rate is set by `{prefix}lr` (now {lr}), not inside "
                 f"`{prefix}optimizer` (lr={keywords['lr']})"
@@ -75,7 +76,7 @@ class TorchRule(LocalRule):
                 f"{prefix}optimizer=LBFGS needs a closure, which local steps do not have"
             )
         self.kind: Callable[..., Optimizer] = kind
-        self.keywords = {k: v for k, v in keywords.items() if k != "lr"}
+        self.keywords = {k: v for k, v in keywords.items() if k not in ("lr", "client_axis")}
         # Fixed, so that torch's defaults cannot change a result; Adam's fused kernels save most of
         # its overhead.
         if "foreach" in signature and not self.keywords.get("fused"):

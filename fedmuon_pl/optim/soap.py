@@ -218,7 +218,7 @@ class SOAP(Optimizer):
 
     def _start(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
         """Makes what is missing of the state; returns whether the gram matrices were there."""
-        warm = state.get("step_gram", 0.0) > 0
+        warm = bool(state.get("step_gram", 0.0) > 0)
         for moment in ("exp_avg", "exp_avg_sq"):
             if moment not in state:
                 state[moment] = torch.zeros_like(p)
@@ -249,7 +249,8 @@ class SOAP(Optimizer):
         state["step_gram"] += 1
         g = grad.reshape(self._shape(grad, group))
         for d in self._axes(state):
-            unfolded = g.movedim(d + 1, 1).flatten(2)
+            unfolded = g.movedim(d + 1, 1)
+            unfolded = unfolded.reshape(*unfolded.shape[:2], -1)
             gram = state[f"gram_{d}"]
             gram.lerp_((unfolded @ unfolded.mT).view_as(gram), 1 - beta)
 
@@ -287,8 +288,9 @@ def eigenbasis(gram: Tensor) -> Tensor:
     """
     finite, p = _guard(gram)
     try:
-        q = torch.linalg.eigh(p).eigenvectors
-    except torch.linalg.LinAlgError:  # float32 may not converge where float64 does
+        q: Tensor = torch.linalg.eigh(p).eigenvectors
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # float32 may fail to converge where float64 does.
         q = torch.linalg.eigh(p.double()).eigenvectors
     return q.flip(-1).to(gram.dtype).masked_fill(~finite, torch.nan)
 
