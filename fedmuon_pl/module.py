@@ -236,9 +236,7 @@ class FederatedModule(LightningModule):
         losses = []
         for k, step in enumerate(zip(*batches, strict=True)):
             indices = torch.stack([torch.from_numpy(samples) for samples in step])
-            data = self.data.local_step(
-                indices.to(self.device), clients, round=plan.round, step=k, seed=self.seed
-            )
+            data = self.data.local_step(indices.to(self.device), clients, plan.round, k, self.seed)
             with self.trainer.precision_plugin.forward_context():
                 loss = stack.losses(self.task.loss, data)
             stack.zero_grad()

@@ -175,7 +175,6 @@ class FederatedDataModule(LightningDataModule):
         self,
         indices: Tensor,
         clients: Sequence[int],
-        *,
         round: int,
         step: int,
         seed: int,

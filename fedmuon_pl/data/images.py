@@ -145,7 +145,7 @@ class ImageDataModule(FederatedDataModule):
         return images.to(self._dtype).sub_(mean).div_(std), labels
 
     def local_step(
-        self, indices: Tensor, clients: Sequence[int], *, round: int, step: int, seed: int
+        self, indices: Tensor, clients: Sequence[int], round: int, step: int, seed: int
     ) -> tuple[Tensor, Tensor]:
         """See :class:`FederatedDataModule`; augmented."""
         if self.augment is None:
