@@ -193,12 +193,12 @@ class FederatedDataModule(LightningDataModule):
 
     def augmented(
         self,
-        batch: Any,
+        batch: Any,  # noqa: ANN401
         clients: Sequence[int],
         *,
         round: int,
         step: int,
-        seed: int,  # noqa: ANN401
+        seed: int,
     ) -> Any:  # noqa: ANN401
         """A stored batch as some clients see it in one local step, where :attr:`augments` is true.
 

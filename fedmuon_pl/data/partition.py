@@ -292,7 +292,7 @@ class DirichletByClient(Partitioner):
     Classification" (arXiv 1909.06335), who write it as :math:`Dir(\alpha p)` with a class prior
     ``p`` that sums to one: their alpha is ours times the number of classes. FedMuon's released
     split is this one, with ``alpha`` per class as here; but it hands samples of a used-up class out
-    again, to several clients. Here no sample is shared.
+    again, to several clients (``DirichletReleasedCode``). Here no sample is shared.
 
     **Who gets the leftovers.** The wishes never add up to the data, so a class runs out, and from
     then on draws are from ``q_i`` renormalised over the classes that are left. Filling one client
