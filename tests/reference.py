@@ -749,7 +749,8 @@ def fedbn(
     clip_norm: float | None = None,
     weights: dict[int, int] | None = None,
 ) -> Trace:
-    """FedBN, Li et al., arXiv 2102.07623, Algorithm 1: SGD; layers that are ``local`` are not averaged.
+    """FedBN, Li et al., arXiv 2102.07623, Algorithm 1: local SGD, and what is ``local`` is not
+    averaged.
 
     ``statistics`` of a batch at x move the client's running ones, s <- 0.9 s + 0.1 statistics,
     from ``s0``. With all clients in every round this is the paper's; a client that was not drawn
