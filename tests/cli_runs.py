@@ -26,8 +26,11 @@ ALGORITHMS = ("fedadam", "fedavg", "fedmuon", "local_muon", "scaffold")
 VARIANTS = {"fedyogi", "fedadagrad", "fedprox", "local_adamw", "local_soap", "fedpac_adamw"}
 VARIANTS |= {"aligned_sgd", "fedmuon_official"}
 EVERY_ALGORITHM = sorted({p.stem for p in (CONFIGS / "algorithm").glob("*.yaml")} - VARIANTS)
-# With these rates the accuracy goes up and down: best.ckpt is not last.ckpt.
-LARGE_RATE = {name: ("--model.algorithm.lr", "1.0") for name in ("fedavg", "scaffold")}
+FLAGS = {
+    # With these rates the accuracy goes up and down: best.ckpt is not last.ckpt.
+    **{name: ("--model.algorithm.lr", "1.0") for name in ("fedavg", "scaffold")},
+    "fedbn": ("--model.task.init_args.network.init_args.batch_norm", "true"),
+}
 ROUNDS = 4
 STOP = 2
 COHORT = 5
@@ -43,7 +46,7 @@ def arguments(command, algorithm, root, *flags, rounds=ROUNDS):
         *("--threads", "1", "--trainer.accelerator", "cpu", "--model.local_steps", str(STEPS)),
         *("--trainer.max_epochs", str(rounds), "--trainer.default_root_dir", str(root)),
         *quiet,
-        *LARGE_RATE.get(algorithm, ()),
+        *FLAGS.get(algorithm, ()),
         *flags,
     ]
 

@@ -858,6 +858,42 @@ def feddyn(
     return trace
 
 
+def fedbn(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    local: Callable[[str], bool] = lambda name: name.startswith("norm"),
+    statistics: Callable[[Params, Batch], Params] = lambda x, batch: {},
+    s0: Params | None = None,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedBN, Li et al., arXiv 2102.07623, Algorithm 1: local SGD, and what is ``local`` is not
+    averaged.
+
+    ``statistics`` of a batch at x move the client's running ones, s <- 0.9 s + 0.1 statistics,
+    from ``s0``. With all clients in every round this is the paper's; a client that was not drawn
+    keeps what it has, one never drawn has x0 and s0. State: ``own`` and ``s`` of the clients seen.
+    """
+    x, own, s, trace = copy(x0), {}, {}, Trace()
+    for r, cohort in enumerate(rounds):
+        w, x_i = cohort_weights(cohort, weights), {}
+        for i, batches in cohort.items():
+            y = {**x, **own.get(i, {})}
+            running = s.get(i, copy(s0 or {}))
+            for batch in batches:
+                running = add(times(running, 0.9), statistics(y, batch), 0.1)
+                y = local_sgd(y, gradient, [batch], lr=at(lr, r), clip_norm=clip_norm)
+            x_i[i], s[i] = y, running
+            own[i] = {name: p for name, p in y.items() if local(name)}
+        averaged = mean(x_i, w)
+        x = {name: p if local(name) else averaged[name] for name, p in x.items()}
+        trace.record(x, own=own, s=s)
+    return trace
+
+
 def fednova(
     x0: Params,
     gradient: Gradient,
@@ -1569,3 +1605,44 @@ def tiny_problem() -> tuple[Params, Gradient, dict[int, tuple[Tensor, Tensor]]]:
         shift = 0.5 * normal(1, 1, 4, 4)
         data[i] = (prototypes[labels] + shift + normal(n, 1, 4, 4), labels)
     return x0, tiny_gradient, data
+
+
+def normalised(x: Params, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """BatchNorm (eps 1e-5) of the tiny problem's convolution, and the batch's mean and variance."""
+    hidden = torch.nn.functional.conv2d(batch[0], x["conv.weight"])
+    m = hidden.mean(dim=(0, 2, 3), keepdim=True)
+    v = ((hidden - m) ** 2).mean(dim=(0, 2, 3), keepdim=True)
+    gain, bias = (x[f"norm.{key}"].reshape(1, -1, 1, 1) for key in ("weight", "bias"))
+    return gain * (hidden - m) / torch.sqrt(v + 1e-5) + bias, m.flatten(), v.flatten()
+
+
+def norm_gradient(x: Params, batch: tuple[Tensor, Tensor]) -> Params:
+    """The gradient of the tiny problem with BatchNorm in training mode before its tanh."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in x.items()}
+    logits = torch.tanh(normalised(leaves, batch)[0]).flatten(1) @ leaves["fc.weight"].T
+    logits = logits + leaves["fc.bias"]
+    log_p = logits - torch.logsumexp(logits, dim=1, keepdim=True)
+    loss = -log_p[torch.arange(len(batch[1])), batch[1]].mean()
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def norm_statistics(x: Params, batch: tuple[Tensor, Tensor]) -> Params:
+    """What a batch adds to the running statistics: its mean and its unbiased variance."""
+    _, m, v = normalised(x, batch)
+    n = 4 * len(batch[1])  # 2 x 2 positions of each sample
+    return {"norm.running_mean": m, "norm.running_var": v * n / (n - 1)}
+
+
+def norm_problem() -> tuple[Params, Params, dict[int, tuple[Tensor, Tensor]]]:
+    """The tiny problem with BatchNorm: x0 with "norm.weight" and "norm.bias" (2,), the running
+    statistics at first, and the same data."""
+    x0, _, data = tiny_problem()
+    norm = {
+        "norm.weight": torch.tensor([1.2, 0.7], dtype=torch.float64),
+        "norm.bias": torch.tensor([0.1, -0.3], dtype=torch.float64),
+    }
+    s0 = {
+        "norm.running_mean": torch.zeros(2, dtype=torch.float64),
+        "norm.running_var": torch.ones(2, dtype=torch.float64),
+    }
+    return {**x0, **norm}, s0, data

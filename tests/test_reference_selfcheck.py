@@ -98,6 +98,7 @@ METHODS = {
     "fedmuon_official": {"lr": 0.05, "alpha": 0.5, "gamma": 0.5, "K": 3, "weight_decay": 0.0},
     "fedprox": {**LR, "mu": 0.5},
     "feddyn": {**LR, "alpha": 0.5, "population": 5},
+    "fedbn": LR,
     "fednova": {**LR, "momentum": 0.5},
     "mime": {**LR, "data": None},
     "mimelite": {**LR, "data": None},
@@ -969,6 +970,72 @@ def test_feddyn_q1_two_rounds_by_hand():
         h -= alpha / 3 * sum(y[i] - x for i in b)
         x = (y[0] + y[1]) / 2 - h / alpha
         assert value == pytest.approx(x, abs=1e-12)
+
+
+def test_fedbn_without_local_layers_is_fedavg_and_with_all_is_training_alone(tiny, sizes):
+    x0, gradient, data = tiny
+    rounds = tiny_rounds(data)
+    for weights in (None, sizes):
+        avg = ref.fedavg(x0, gradient, rounds, lr=0.3, weights=weights, clip_norm=0.4)
+        bn = ref.fedbn(x0, gradient, rounds, lr=0.3, weights=weights, clip_norm=0.4)
+        same_models(avg, bn)
+    alone = ref.fedbn(x0, gradient, rounds, lr=0.3, local=lambda name: True)
+    same(alone.x[-1], x0)
+    for i, own in alone.state[-1]["own"].items():
+        batches = [batch for cohort in rounds for batch in cohort.get(i, [])]
+        same(own, ref.local_sgd(x0, gradient, batches, lr=0.3))
+
+
+def test_fedbn_q1_closed_form():
+    """A shared weight and a local one, in separate losses, with running "statistics" b."""
+    eta, K, b, n0 = 0.2, {0: 2, 1: 3, 2: 1}, {0: 1.0, 1: -3.0, 2: 5.0}, 4.0
+
+    def gradient(x, batch):
+        return {"w": x["w"] - batch, "norm": x["norm"] - 2 * batch}
+
+    rounds = [{i: [b[i]] * K[i] for i in cohort} for cohort in ((0, 1), (1, 2), (0, 1))]
+    trace = ref.fedbn(
+        {**scalar(0), "norm": torch.full((1,), n0, dtype=torch.float64)},
+        gradient,
+        rounds,
+        lr=eta,
+        statistics=lambda x, batch: scalar(batch),
+        s0=scalar(1),
+    )
+    x, steps = 0.0, dict.fromkeys(b, 0)
+    for r, cohort in enumerate(rounds):
+        x = sum(b[i] + (1 - eta) ** K[i] * (x - b[i]) for i in cohort) / 2
+        assert values(trace)[r] == pytest.approx(x, abs=1e-12)
+        assert float(trace.x[r]["norm"]) == n0
+        for i in cohort:
+            steps[i] += K[i]
+        for i, own in trace.state[r]["own"].items():
+            expected = 2 * b[i] + (1 - eta) ** steps[i] * (n0 - 2 * b[i])
+            assert float(own["norm"]) == pytest.approx(expected, abs=1e-12)
+            expected = b[i] + 0.9 ** steps[i] * (1 - b[i])
+            assert float(trace.state[r]["s"][i]["w"]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_norm_problem_is_torch_batch_norm():
+    x, s0, data = ref.norm_problem()
+    inputs, labels = data[3]
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3, bias=False),
+        torch.nn.BatchNorm2d(2),
+        torch.nn.Tanh(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8, 3),
+    ).double()
+    names = ["conv.weight", "norm.weight", "norm.bias", "fc.weight", "fc.bias"]
+    with torch.no_grad():
+        for p, name in zip(network.parameters(), names, strict=True):
+            p.copy_(x[name])
+    torch.nn.functional.cross_entropy(network(inputs), labels).backward()
+    gradient = ref.norm_gradient(x, data[3])
+    same(gradient, {n: p.grad for n, p in zip(names, network.parameters(), strict=True)})
+    s = ref.add(ref.times(s0, 0.9), ref.norm_statistics(x, data[3]), 0.1)
+    torch.testing.assert_close(s["norm.running_mean"], network[1].running_mean, **EXACT)
+    torch.testing.assert_close(s["norm.running_var"], network[1].running_var, **EXACT)
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])

@@ -32,7 +32,8 @@ class LocalLayers(Mechanism):
             (FedPer, arXiv 1912.00818), or with ``"."`` everything, which is training alone.
 
     Raises:
-        ValueError: In :meth:`setup`, if there is no such layer.
+        ValueError: In :meth:`setup`, if there is no such layer; at once, if a pattern is no regular
+            expression.
     """
 
     name = "local_layers"
@@ -42,6 +43,11 @@ class LocalLayers(Mechanism):
         super().__init__()
         self.batch_norm = batch_norm
         self.patterns = list(patterns)
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                raise ValueError(f"patterns: {pattern!r} is no regular expression: {e}") from e
 
     def setup(self, setting: Setting) -> None:
         """Finds the layers."""
