@@ -79,20 +79,24 @@ class Comparison:
         console.print()
         for grid in self.grids:
             console.print(render.to_rich(grid))
+            console.print()
         for line in self.statements:
             console.print(line, soft_wrap=True)
         for note in self.notes:
             console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=True)
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: Path, *, curves: bool = True) -> list[Path]:
         """Writes ``table.md``, ``.tex``, ``.csv``, ``runs.csv``, ``pairs.csv`` and the curves."""
-        write(folder / "table.md", f"# {self.experiment}\n\n{self.text('markdown')}")
-        write(folder / "table.tex", self.text("latex"))
-        write(folder / "table.csv", self.text("csv"))
-        write(folder / "runs.csv", self.table.drop(columns="conditions").to_csv(index=False))
-        write(folder / "pairs.csv", self.pairs.to_csv(index=False))
-        names = ("table.md", "table.tex", "table.csv", "runs.csv", "pairs.csv")
-        return [*(folder / name for name in names), *self._curves(folder)]
+        texts = {
+            "table.md": f"# {self.experiment}\n\n{self.text('markdown')}",
+            "table.tex": self.text("latex"),
+            "table.csv": self.text("csv"),
+            "runs.csv": self.table.drop(columns="conditions").to_csv(index=False),
+            "pairs.csv": self.pairs.to_csv(index=False),
+        }
+        for name, text in texts.items():
+            write(folder / name, text)
+        return [*(folder / name for name in texts), *(self._curves(folder) if curves else [])]
 
     def _curves(self, folder: Path) -> list[Path]:
         tags = (f"{part}/{self.metric}" for part in ("val", "test"))
