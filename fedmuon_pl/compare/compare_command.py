@@ -60,6 +60,11 @@ def _compare_parser() -> argparse.ArgumentParser:
         help="how to print it (default: terminal)",
     )
     parser.add_argument(
+        "--all-trials",
+        action="store_true",
+        help="compare every grid point (default: each method's best on validation data)",
+    )
+    parser.add_argument(
         "--metric", default="acc", help="acc for val/acc and test/acc, loss, ... (default: acc)"
     )
     parser.add_argument(
@@ -87,7 +92,13 @@ def _compare(options: argparse.Namespace) -> int:
     for problem in problems:
         _say(f"left out {problem}")
     console = terminal()
-    found = compare_runs(data, metric=metric, target=target, against=options.against)
+    found = compare_runs(
+        data,
+        metric=metric,
+        target=target,
+        against=options.against,
+        all_trials=options.all_trials,
+    )
     for comparison in found:
         _print(comparison, options.format, console)
         if options.output:
@@ -126,7 +137,7 @@ def _print(comparison: Comparison, form: Format, console: Console) -> None:
         return
     print(comparison.text(form))
     if form == "csv":  # which has no place for words
-        for line in (*comparison.statements, *comparison.notes):
+        for line in (*comparison.statements, *comparison.given, *comparison.notes):
             _say(line)
 
 

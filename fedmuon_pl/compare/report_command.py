@@ -44,6 +44,11 @@ def _report_parser() -> argparse.ArgumentParser:
         help="test the others against this one only (default: all pairs)",
     )
     parser.add_argument(
+        "--all-trials",
+        action="store_true",
+        help="compare every grid point (default: each method's best on validation data)",
+    )
+    parser.add_argument(
         "--metric", default="acc", help="acc for val/acc and test/acc, loss, ... (default: acc)"
     )
     parser.add_argument("--title", default="", help="the page's title")
@@ -71,7 +76,11 @@ def _report(options: argparse.Namespace) -> int:
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output} is no folder")
     found = compare_runs(
-        data, metric=options.metric, target=options.target, against=options.against
+        data,
+        metric=options.metric,
+        target=options.target,
+        against=options.against,
+        all_trials=options.all_trials,
     )
     page = write_report(
         found,

@@ -203,6 +203,9 @@ def _section(number: int, comparison: Comparison, picture: bytes | str | None, o
     parts.append('<p class="soft">A point is a seed, a stroke the mean.</p>')
     parts.append(f"<h3>Results</h3>{_grid(main, False)}")
     parts += [_grid(grid, True) for grid in others]
+    if comparison.given:
+        items = "".join(f"<li>{escape(line)}</li>" for line in comparison.given)
+        parts.append(f"<h3>What each method was given</h3><ul>{items}</ul>")
     parts.append(_diagnostics(runs))
     parts.append(_partition_part(picture))
     parts.append(_settings(runs, methods))
