@@ -15,8 +15,9 @@ commands:
   test       evaluate a checkpoint on the test set: ... --ckpt_path last
   partition  show who holds what: fedmuon partition -c base -c experiment/mnist5k
   sweep      run a plan of experiments x algorithms x grids x seeds: fedmuon sweep quickstart
+  compare    tables, paired tests and curves of finished runs: fedmuon compare runs/mnist5k
+  report     the same as one HTML page with all figures: fedmuon report runs/mnist5k -o report
   heatmap    map of a sweep over two settings: fedmuon heatmap runs/sensitivity -o map
-  compare    table and curves of finished runs: fedmuon compare runs/mnist5k
 
 `fedmuon COMMAND --help` says more. A configuration (-c) is a file, or a short name that is looked
 up in ./configs and then among those of the package; later ones win, and flags win over all.
@@ -56,6 +57,8 @@ def main(args: list[str] | None = None) -> int:
         from .compare.sweep_command import sweep_main as run
     elif command == "compare":
         from .compare.compare_command import compare_main as run
+    elif command == "report":
+        from .compare.report_command import report_main as run
     else:
         print(f"fedmuon: no command {command!r}; see fedmuon --help", file=sys.stderr)
         return 2

@@ -35,7 +35,8 @@ from fedmuon_pl.compare import (
 from fedmuon_pl.compare import execute as execution
 from fedmuon_pl.compare.compare_command import compare_main
 from fedmuon_pl.compare.execute import execute, inspect
-from fedmuon_pl.compare.plan import PlanError, load_plan, parse_plan
+from fedmuon_pl.compare.plan import PlanError
+from fedmuon_pl.compare.plan_file import load_plan, parse_plan
 from fedmuon_pl.compare.sweep_command import sweep_main
 from fedmuon_pl.compare.sweep_view import SweepView
 from fedmuon_pl.errors import ConfigError
@@ -262,8 +263,11 @@ def test_two_points_with_one_folder_are_refused(here: Path) -> None:
         ({"threads": "two"}, "threads should be a number from 1, not 'two'"),
         ({"tuned": "yes please"}, "tuned should be true, false or auto, not 'yes please'"),
         ({"algorithms": []}, "algorithms should be a list of names, not []"),
-        ({"algorithms": 3}, "algorithms should be a list of names, or map names to grid, set, con"),
-        ({"algorithms": {"a": 3}}, "algorithm a should map grid, set, config, tuned, not be 3"),
+        ({"algorithms": 3}, "algorithms should be a list of names, or map names to grid, search,"),
+        (
+            {"algorithms": {"a": 3}},
+            "should map grid, search, set, config, tuned, not be 3",
+        ),
         ({"algorithms": {"a/b": None}}, "'a/b' is not a name for an algorithm"),
         ({"algorithms": {"a": {"grid": {"x": 1}}}}, "grid x should be a list of values, not 1"),
         ({"algorithms": {"a": {"grid": {"x": [1, 1]}}}}, "grid x has a value more than once"),
@@ -274,6 +278,30 @@ def test_two_points_with_one_folder_are_refused(here: Path) -> None:
         ({"set": [1]}, "set should map dotted keys to values, not [1]"),
         ({"name": "a b"}, "name should be a word, not 'a b'"),
         ({"root": 1}, "root should be a folder, not 1"),
+        ({"search": 3}, "search should map trials and more of trials, sampler, batch, seed, not 3"),
+        ({"search": {"trials": 0}}, "search.trials should be a number from 1, not 0"),
+        ({"search": {"trials": 1, "sampler": "x"}}, "search.sampler should be tpe or random, not"),
+        (
+            {"algorithms": {"a": {"search": {"x": 1}}}},
+            "x should be {low, high, log} or {choices}",
+        ),
+        (
+            {"algorithms": {"a": {"search": {"x": {"low": 0, "high": 1, "log": True}}}}},
+            "search x should have 0 < low < high, not 0 and 1",
+        ),
+        (
+            {"algorithms": {"a": {"search": {"x": {"choices": [1]}}}}},
+            "search x: choices should be a list of values, not [1]",
+        ),
+        (
+            {"algorithms": {"a": {"search": {"x": {"choices": [1, 2]}}}}},
+            "a is searched, but the plan has no search: trials",
+        ),
+        (
+            {"algorithms": {"a": {"search": {"x": {"choices": [1, 2]}}, "grid": {"y": [1]}}}},
+            "algorithm a has both a grid and a search",
+        ),
+        ({"slurm": "gpu"}, "slurm should map dotted keys to values, not 'gpu'"),
     ],
 )
 def test_a_bad_plan_gets_one_sentence(changes: dict[str, object], sentence: str) -> None:

@@ -30,6 +30,8 @@ def test_wheel_carries_the_configurations(tmp_path):
     for path in (PROJECT / "configs").rglob("*.yaml"):
         assert f"fedmuon_pl/configs/{path.relative_to(PROJECT / 'configs')}" in names
     assert "fedmuon_pl/py.typed" in names
+    for path in (PROJECT / "fedmuon_pl/compare/page").iterdir():  # the report's page, its licence
+        assert f"fedmuon_pl/compare/page/{path.name}" in names
     assert not any(name.startswith(("tests", "configs")) for name in names)
     # A clean environment that has the dependencies, but not this project, and an empty folder.
     venv, empty = tmp_path / "venv", tmp_path / "empty"

@@ -32,6 +32,7 @@ _EXPORTS = {
     "settings": "differences",
     "statements": "paired",
     "summarise": "summary",
+    "write_report": "report_page",
 }
 
 __all__ = list(_EXPORTS)

@@ -12,9 +12,9 @@ from ..errors import ConfigError
 from . import render
 from .comparison import Comparison, Format, compare_runs
 from .console import CommandParser, guarded, number, parsed, terminal
-from .runs import read_runs
+from .runs import Problem, RunData, read_runs
 
-__all__ = ["compare_main", "replace_section"]
+__all__ = ["compare_main", "finished_runs", "replace_section"]
 
 
 def _compare_parser() -> argparse.ArgumentParser:
@@ -60,6 +60,11 @@ def _compare_parser() -> argparse.ArgumentParser:
         help="how to print it (default: terminal)",
     )
     parser.add_argument(
+        "--all-trials",
+        action="store_true",
+        help="compare every grid point (default: each method's best on validation data)",
+    )
+    parser.add_argument(
         "--metric", default="acc", help="acc for val/acc and test/acc, loss, ... (default: acc)"
     )
     parser.add_argument(
@@ -82,19 +87,18 @@ def compare_main(args: list[str]) -> int:
 def _compare(options: argparse.Namespace) -> int:
     if (options.markdown is None) != (options.section is None):
         raise ConfigError("--markdown FILE and --section NAME go together")
-    for path in options.runs:
-        if not Path(path).is_dir():
-            raise ConfigError(f"there is no folder {path}")
-    data, problems = read_runs(options.runs)
-    console = terminal()
+    metric, target = options.metric, options.target
+    data, problems = finished_runs(options.runs, metric)
     for problem in problems:
         _say(f"left out {problem}")
-    if not data:
-        raise ConfigError(f"there is no finished run in {', '.join(options.runs)}")
-    metric, target = options.metric, options.target
-    if not any(f"{part}/{metric}" in run.metrics for run in data for part in ("val", "test")):
-        raise ConfigError(f"no run has val/{metric} or test/{metric}")
-    found = compare_runs(data, metric=metric, target=target, against=options.against)
+    console = terminal()
+    found = compare_runs(
+        data,
+        metric=metric,
+        target=target,
+        against=options.against,
+        all_trials=options.all_trials,
+    )
     for comparison in found:
         _print(comparison, options.format, console)
         if options.output:
@@ -108,13 +112,32 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
+def finished_runs(paths: Sequence[str], metric: str) -> tuple[list[RunData], list[Problem]]:
+    """The finished runs at or below the folders, and what was left out.
+
+    Raises:
+        ConfigError: If a folder is not there, or no run is finished or has the metric.
+    """
+    for path in paths:
+        if not Path(path).is_dir():
+            raise ConfigError(f"there is no folder {path}")
+    data, problems = read_runs(paths)
+    if not data:
+        for problem in problems:
+            _say(f"left out {problem}")
+        raise ConfigError(f"there is no finished run in {', '.join(paths)}")
+    if not any(f"{part}/{metric}" in run.metrics for run in data for part in ("val", "test")):
+        raise ConfigError(f"no run has val/{metric} or test/{metric}")
+    return data, problems
+
+
 def _print(comparison: Comparison, form: Format, console: Console) -> None:
     if form == "terminal":
         comparison.show(console)
         return
     print(comparison.text(form))
     if form == "csv":  # which has no place for words
-        for line in (*comparison.statements, *comparison.notes):
+        for line in (*comparison.statements, *comparison.given, *comparison.notes):
             _say(line)
 
 

@@ -1,6 +1,6 @@
 """One experiment's comparison, shown and written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +16,7 @@ from .names import higher_is_better
 from .paired import paired_differences, statements
 from .runs import RunData
 from .summary import method_table, run_table, unmeasured
+from .trials import choose_trials
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
@@ -40,6 +41,7 @@ class Comparison:
         pairs: A row per pair (:func:`~fedmuon_pl.compare.paired.paired_differences`).
         statements: What is significant, in words.
         notes: What makes the comparison unfair or incomplete.
+        given: How many trials each method had and what chose among them, in words.
     """
 
     experiment: str
@@ -52,6 +54,7 @@ class Comparison:
     pairs: "pd.DataFrame"
     statements: Sequence[str]
     notes: Sequence[str]
+    given: Sequence[str] = ()
 
     @property
     def grids(self) -> list[render.Grid]:
@@ -66,10 +69,12 @@ class Comparison:
         if form == "csv":
             return render.to_csv(self.summary)
         if form == "latex":
-            said = [*self.statements, *(f"note: {note}" for note in self.notes)]
+            said = [*self.statements, *self.given, *(f"note: {note}" for note in self.notes)]
             return render.to_latex(self.grids) + "".join(f"% {line}\n" for line in said)
         parts = [render.to_markdown(self.grids)]
         parts += [" ".join(self.statements) + "\n"] if self.statements else []
+        if self.given:
+            parts.append("Given:\n\n" + "".join(f"- {line}\n" for line in self.given))
         if self.notes:
             parts.append("Notes:\n\n" + "".join(f"- {note}\n" for note in self.notes))
         return "\n".join(parts)
@@ -79,20 +84,24 @@ class Comparison:
         console.print()
         for grid in self.grids:
             console.print(render.to_rich(grid))
-        for line in self.statements:
+            console.print()
+        for line in (*self.statements, *self.given):
             console.print(line, soft_wrap=True)
         for note in self.notes:
             console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=True)
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: Path, *, curves: bool = True) -> list[Path]:
         """Writes ``table.md``, ``.tex``, ``.csv``, ``runs.csv``, ``pairs.csv`` and the curves."""
-        write(folder / "table.md", f"# {self.experiment}\n\n{self.text('markdown')}")
-        write(folder / "table.tex", self.text("latex"))
-        write(folder / "table.csv", self.text("csv"))
-        write(folder / "runs.csv", self.table.drop(columns="conditions").to_csv(index=False))
-        write(folder / "pairs.csv", self.pairs.to_csv(index=False))
-        names = ("table.md", "table.tex", "table.csv", "runs.csv", "pairs.csv")
-        return [*(folder / name for name in names), *self._curves(folder)]
+        texts = {
+            "table.md": f"# {self.experiment}\n\n{self.text('markdown')}",
+            "table.tex": self.text("latex"),
+            "table.csv": self.text("csv"),
+            "runs.csv": self.table.drop(columns="conditions").to_csv(index=False),
+            "pairs.csv": self.pairs.to_csv(index=False),
+        }
+        for name, text in texts.items():
+            write(folder / name, text)
+        return [*(folder / name for name in texts), *(self._curves(folder) if curves else [])]
 
     def _curves(self, folder: Path) -> list[Path]:
         tags = (f"{part}/{self.metric}" for part in ("val", "test"))
@@ -107,6 +116,8 @@ def compare_runs(
     metric: str = "acc",
     target: float | None = None,
     against: str | None = None,
+    all_trials: bool = False,
+    given: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Comparison]:
     """Compares runs, each experiment by itself.
 
@@ -115,10 +126,17 @@ def compare_runs(
         metric: ``acc`` for ``val/acc`` and ``test/acc``; another one likewise.
         target: A value of the validation metric, for what it took to first reach it.
         against: A method that the others are tested against; by default all pairs are.
+        all_trials: Compare every grid point as a method of its own; by default only each method's
+            best on validation data (:func:`~fedmuon_pl.compare.trials.choose_trials`).
+        given: For each experiment what is to be said of the choice, where it was made before.
 
     Raises:
         ConfigError: If there is no such method.
     """
+    said = dict(given or {})
+    if not all_trials:
+        runs, chosen = choose_trials(runs, metric)
+        said = {**chosen, **said}
     found = []
     high = higher_is_better(metric)
     for experiment in dict.fromkeys(run.experiment for run in runs):
@@ -141,6 +159,7 @@ def compare_runs(
                 pairs=pairs,
                 statements=statements(pairs, f"{compared} {metric}", high=high),
                 notes=[*differences(own), *unmeasured(own, metric)],
+                given=said.get(experiment, ()),
             )
         )
     return found

@@ -13,14 +13,14 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Literal
 
-from .plan import Plan, Run, flag_text
+from .plan import Plan, PlanError, Run, flag_text
 from .runs import done_rounds, flatten, progress, read_yaml
 
 __all__ = ["Event", "Outcome", "execute", "inspect"]
@@ -276,6 +276,7 @@ def execute(
     jobs: int | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
     *,
+    only: Collection[str] | None = None,
     grace: float = 30.0,
     poll: float = 0.2,
 ) -> list[Outcome]:
@@ -289,6 +290,7 @@ def execute(
         root: The folder for all runs; the plan's own by default.
         jobs: How many at a time; by default the plan's, for ``auto`` the cores over the threads.
         on_event: Called with each :class:`Event`, in this process.
+        only: Names of the runs to do (:attr:`~fedmuon_pl.compare.plan.Run.name`); None for all.
         grace: Seconds that a run has to end by itself (at its round's end) when stopped.
         poll: Seconds between two looks at the runs.
 
@@ -296,9 +298,14 @@ def execute(
         One outcome a run, in the plan's order; some are ``stopped`` or ``waiting`` after Ctrl-C.
 
     Raises:
-        PlanError: If the plan cannot be resolved; nothing was started then.
+        PlanError: If the plan cannot be resolved, or has no run of a name; nothing was started.
     """
     runs = plan.runs(root)
+    if only is not None:
+        missing = sorted(set(only) - {run.name for run in runs})
+        if missing:
+            raise PlanError(f"plan {plan.name} has no run {missing[0]}")
+        runs = [run for run in runs if run.name in only]
     width = jobs or plan.jobs or max(1, cores() // plan.threads)
     tag = plan.choose.metric
     waiting = deque(runs)

@@ -23,9 +23,9 @@ X_AXES = {"round": "round", "comm/total_mb": "communicated MB", "seconds": "seco
 
 DIAGNOSTICS = {
     "fed/client_drift": "client drift",
-    "fed/alignment": "alignment of client updates",
+    "fed/alignment": "alignment with the last update",
     "fed/update_norm": "norm of the global update",
-    "fed/orthogonality": "orthogonality of client updates",
+    "fed/orthogonality": "orthogonality of the mean update",
     "client/acc_worst10": "accuracy of the worst tenth",
     "train/loss": "training loss",
 }

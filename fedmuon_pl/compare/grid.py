@@ -14,8 +14,17 @@ from .plan import Choose, Plan, Run
 from .render import markdown_table, seeds_text
 from .runs import RunData
 from .summary import Stat, best, last
+from .trials import given, unequal
 
-__all__ = ["GridResult", "Trial", "best_points", "grid_markdown", "grid_note", "write_tuned"]
+__all__ = [
+    "GridResult",
+    "Trial",
+    "best_points",
+    "given_texts",
+    "grid_markdown",
+    "grid_note",
+    "write_tuned",
+]
 
 
 @dataclass(frozen=True)
@@ -153,6 +162,26 @@ def grid_note(result: GridResult) -> str:
         keys = ", ".join(key.split(".")[-1] for key in result.edges)
         return f"{name}: the best {keys} is at the edge of its grid; the optimum may lie beyond."
     return ""
+
+
+def given_texts(results: Sequence[GridResult], plan: Plan) -> dict[str, list[str]]:
+    """For each experiment what each algorithm was given, in words."""
+    found: dict[str, list[str]] = {}
+    how = f"{plan.choose.metric} ({plan.choose.mode}, {plan.choose.at} round)"
+    for experiment in dict.fromkeys(result.experiment for result in results):
+        own = [result for result in results if result.experiment == experiment]
+        lines = [
+            given(
+                result.algorithm,
+                [_point_text(trial.point) for trial in result.trials],
+                _point_text(result.best.point) if result.best else None,
+                f"{how}, {seeds_text(plan.seeds)}",
+            )
+            for result in own
+        ]
+        counts = {result.algorithm: len(result.trials) for result in own}
+        found[experiment] = [*lines, *unequal(counts)]
+    return found
 
 
 def write_tuned(results: Sequence[GridResult], plan: Plan, directory: str | Path) -> list[Path]:

@@ -139,8 +139,8 @@ def pair_grid(pairs: "pd.DataFrame", name: str, confidence: float = 0.95) -> Gri
         rows.append([names, str(row.n), _number(row.mean, 4), between, *p, verdict])
     heads = ["difference", "seeds", name, f"{percent} interval", "p", "p (Holm)", "significant"]
     caption = (
-        f"Paired by seed (same data, cohorts and x^0). Interval: Student's t, of each pair alone. "
-        f"p (Holm): adjusted for all {len(pairs)} pairs."
+        "Paired by seed (same data, cohorts and initial weights). Interval: Student's t, of each "
+        f"pair alone. p (Holm): adjusted for all {len(pairs)} pairs."
     )
     return Grid("Paired differences", heads, rows, caption)
 

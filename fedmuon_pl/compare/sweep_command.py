@@ -18,9 +18,12 @@ from ..errors import ConfigError
 from .comparison import compare_runs
 from .console import CommandParser, guarded, parsed, positive, terminal, write
 from .execute import Outcome, execute, inspect
-from .grid import best_points, grid_markdown, grid_note, write_tuned
-from .plan import Plan, Run, load_plan, parse_plan
+from .grid import best_points, given_texts, grid_markdown, grid_note, write_tuned
+from .plan import Plan, Run
+from .plan_file import load_plan, parse_plan
 from .runs import read_runs
+from .search import execute_search
+from .slurm import write_array
 from .sweep_view import SweepView
 
 __all__ = ["sweep_main"]
@@ -32,13 +35,15 @@ def _sweep_parser() -> argparse.ArgumentParser:
         description=textwrap.fill(
             "Does every run of a plan (experiments x algorithms x grids x seeds) that is not "
             "finished yet, then prints the table and draws the curves. Finished runs are skipped "
-            "and half-done ones resumed, so that the same command goes on after an interruption."
+            "and half-done ones resumed, so that the same command goes on after an interruption. "
+            "A plan may have Optuna propose the points, or be written as a SLURM job array."
         ),
         epilog=(
             "examples:\n"
             "  fedmuon sweep quickstart --jobs 2\n"
             "  fedmuon sweep tune_mnist5k --dry-run\n"
             "  fedmuon sweep tune_mnist5k --write-tuned configs/tuned\n"
+            "  fedmuon sweep quickstart --slurm array && sbatch array/quickstart.sbatch\n"
             "  fedmuon sweep --experiment mnist5k --algorithm fedmuon fedavg --seed 0 1\n"
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -66,6 +71,14 @@ def _sweep_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="runs at a time (default: the plan's; there, auto is the cores over a run's threads)",
     )
+    parser.add_argument(
+        "--only", nargs="+", metavar="RUN", help="only these runs of it, such as mnist5k/fedavg-s0"
+    )
+    parser.add_argument(
+        "--slurm",
+        metavar="DIR",
+        help="start nothing: write a SLURM job array of the runs, and their list, into DIR",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only show what would be done")
     parser.add_argument(
         "--write-tuned",
@@ -80,7 +93,7 @@ def sweep_main(args: list[str]) -> int:
     options = parsed(_sweep_parser(), args)
     if isinstance(options, int):
         return options
-    return guarded("sweep", lambda: _sweep(options))
+    return guarded("sweep", lambda: _sweep(options, args))
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -114,12 +127,14 @@ def _setting(text: str) -> tuple[str, object]:
     return key, yaml.safe_load(value)
 
 
-def _sweep(options: argparse.Namespace) -> int:
+def _sweep(options: argparse.Namespace, args: Sequence[str]) -> int:
     plan = _plan(options)
     if options.write_tuned and not plan.has_grid:
         raise ConfigError(
             f"plan {plan.name} has no grid, so that --write-tuned has nothing to write"
         )
+    if _proposals(plan) and (options.slurm or options.only):
+        raise ConfigError(f"plan {plan.name} is a search, whose runs are not known beforehand")
     planned = plan.runs(options.root)
     console = terminal()
     if options.dry_run:
@@ -128,19 +143,28 @@ def _sweep(options: argparse.Namespace) -> int:
             words = {"resume": "resume ", "finished": "skip   ", "blocked": "blocked"}
             console.print(f"{words.get(state, 'start  ')} {run.name} {reason}".rstrip())
             print(f"        {shlex.join(run.command)}")
-        console.print(f"{len(planned)} runs, nothing was started")
+        more = f" and {_proposals(plan)} points to be proposed" if _proposals(plan) else ""
+        console.print(f"{len(planned)} runs{more}, nothing was started")
         return 0
-    with SweepView(console, planned, plan.choose.metric) as view:
-        outcomes = execute(plan, options.root, options.jobs, view)
+    if options.slurm:
+        script, units = write_array(plan, planned, options.slurm, _without(args, "--slurm"))
+        console.print(f"{len(planned)} runs in {units}\nsbatch {script}", soft_wrap=True)
+        return 0
+    proposals = len(plan.experiments) * len(plan.seeds) * _proposals(plan)
+    with SweepView(console, planned, plan.choose.metric, len(planned) + proposals) as view:
+        if proposals:
+            outcomes = execute_search(plan, options.root, options.jobs, view, view.add)
+        else:
+            outcomes = execute(plan, options.root, options.jobs, view, only=options.only)
     if any(outcome.status in ("stopped", "waiting") for outcome in outcomes):
         finished = sum(outcome.status in ("done", "skipped") for outcome in outcomes)
         console.print(
             f"Stopped: {finished} of {len(outcomes)} runs are finished; the same command goes on."
         )
         return 130
-    _sweep_report(
-        console, plan, outcomes, options.write_tuned, write_files=options.plan is not None
-    )
+    if not options.only:  # others may still run elsewhere
+        named = options.plan is not None
+        _sweep_report(console, plan, outcomes, options.write_tuned, write_files=named)
     failed = [outcome for outcome in outcomes if outcome.status == "failed"]
     if failed:
         console.print(f"\n{len(failed)} of {len(outcomes)} runs failed:")
@@ -148,6 +172,23 @@ def _sweep(options: argparse.Namespace) -> int:
             reason = f"  {outcome.run.name}: {outcome.reason}\n    log: {outcome.run.log}"
             console.print(reason, soft_wrap=True)
     return 1 if failed else 0
+
+
+def _proposals(plan: Plan) -> int:
+    """How many points a search will propose for each experiment and seed."""
+    searched = sum(bool(entry.search) for entry in plan.entries)
+    return searched * plan.search.trials if plan.search else 0
+
+
+def _without(args: Sequence[str], option: str) -> list[str]:
+    """The arguments without an option and its value."""
+    words = list(args)
+    for i, word in enumerate(words):
+        if word == option:
+            return words[:i] + words[i + 2 :]
+        if word.startswith(f"{option}="):
+            return words[:i] + words[i + 1 :]
+    return words
 
 
 def _sweep_report(
@@ -158,10 +199,12 @@ def _sweep_report(
     data, problems = read_runs(run.folder for run in finished)
     for problem in problems:
         console.print(f"left out {problem}", soft_wrap=True)
+    given = None
     if plan.has_grid:
         planned = [outcome.run for outcome in outcomes]
         results = best_points(planned, data, plan.choose)
         console.print(grid_markdown(results, plan), soft_wrap=True)
+        given = given_texts(results, plan)
         for experiment, folder in _experiments(planned).items():
             own = [result for result in results if result.experiment == experiment]
             record = folder / "compare" / "grid.md"
@@ -182,7 +225,7 @@ def _sweep_report(
             if (run.experiment, run.method) in chosen
         ]
     folders = _experiments(finished)
-    for comparison in compare_runs(data):
+    for comparison in compare_runs(data, given=given):
         folder = folders[comparison.experiment]
         comparison.show(console)
         if write_files:

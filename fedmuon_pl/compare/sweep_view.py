@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -25,18 +26,29 @@ _MARKS = {
 class SweepView:
     """Shows a sweep: a line for each run that starts or ends, and in a terminal those that run."""
 
-    def __init__(self, console: Console, runs: Sequence[Run], tag: str) -> None:
+    def __init__(
+        self, console: Console, runs: Sequence[Run], tag: str, total: int | None = None
+    ) -> None:
         self._console, self._tag = console, tag
-        self._total = len(runs)
-        self._ended = 0
-        self._width = max(len(run.name) for run in runs)
+        self._total = len(runs) if total is None else total
+        self._ended = self._failed = 0
+        self._width = 0
         self._running: dict[str, Event] = {}
         self._since: dict[str, float] = {}
-        self._rounds = {run.name: run.rounds or 0 for run in runs}  # still to do
+        self._rounds: dict[str, int] = {}  # still to do
+        self._planned: dict[str, int] = {}
         self._trained = 0
         self._begin = time.monotonic()
         self._stopping = False
         self._live: Live | None = None
+        self.add(runs)
+
+    def add(self, runs: Sequence[Run]) -> None:
+        """Says what there is to do; a search does so batch by batch."""
+        for run in runs:
+            self._width = max(self._width, len(run.name))
+            self._rounds.setdefault(run.name, run.rounds or 0)
+            self._planned[run.name] = run.rounds or 0
 
     def __enter__(self) -> "SweepView":
         if self._console.is_terminal:
@@ -70,6 +82,7 @@ class SweepView:
             self._running.pop(name, None)
             self._rounds[name] = 0
             self._ended += 1
+            self._failed += event.kind == "failed"
         if event.kind in ("progress", "stopping") or (
             event.kind == "started" and self._live is not None
         ):
@@ -100,15 +113,23 @@ class SweepView:
             grid.add_row(
                 Text("▸", "cyan"),
                 name,
+                ProgressBar(event.run.rounds or 1, event.rounds, width=20),
                 f"round {event.rounds}/{event.run.rounds or '?'}",
                 value,
                 Text(_duration(now - self._since[name]), "dim"),
             )
-        left = ""
-        if self._trained and all(event.run.rounds for event in self._running.values()):
-            seconds = sum(self._rounds.values()) * (now - self._begin) / self._trained
-            left = f", about {_duration(seconds)} left"
-        return Group(grid, Text(f"{self._ended} of {self._total} runs ended{left}", "bold"))
+        left = self._left(now)
+        words = f"{self._ended} of {self._total} runs ended"
+        failed = f", {self._failed} failed" if self._failed else ""
+        return Group(grid, Text(f"{words}{failed}{left}", "bold"))
+
+    def _left(self, now: float) -> str:
+        """The time for the rounds to come, at the pace of those of this sweep."""
+        if not self._trained or not all(self._planned.values()):
+            return ""
+        unknown = max(0, self._total - len(self._planned)) * max(self._planned.values())
+        rounds = sum(self._rounds.values()) + unknown
+        return f", about {_duration(rounds * (now - self._begin) / self._trained)} left"
 
 
 def _duration(seconds: float) -> str:
