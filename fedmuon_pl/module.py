@@ -8,6 +8,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torchmetrics import MetricCollection
 
 from .algorithms.base import Algorithm
@@ -163,6 +164,7 @@ class FederatedModule(LightningModule):
         """What may change the last bits of a result, as resolved."""
         return {
             "clients_at_once": self._at_once,
+            "processes": self.trainer.world_size,
             "threads": torch.get_num_threads(),
             "device": self.device.type,
             "torch": str(torch.__version__),
@@ -186,19 +188,20 @@ class FederatedModule(LightningModule):
     # -- a round ------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
-        """All clients of the round, then the server's step."""
+        """This process's clients of the round, then the server's step."""
         plan = self.server.plan or self.server.open_round(self.trainer, self)
         devices = [self.device] if self.device.type == "cuda" else []
         with autocast_off(self.device.type), torch.random.fork_rng(devices):
             for clients, batches in self._blocks(plan):
                 self._train_block(plan, clients, batches)
                 self._advance(len(clients))
+            self._advance(len(plan.clients) - len(plan.share))
             self.server.close_round(self.trainer, self)
 
     def _blocks(self, plan: RoundPlan) -> Iterator[tuple[list[int], list[list[IntArray]]]]:
         """Clients with equal step counts and batch shapes, up to ``clients_at_once`` together."""
         alike: dict[tuple[int, ...], list[tuple[int, list[IntArray]]]] = {}
-        for client in plan.clients:
+        for client in plan.share:
             batches = self.data.client_batches(
                 client,
                 round=plan.round,
@@ -263,7 +266,9 @@ class FederatedModule(LightningModule):
             bar.advance_clients(clients)
 
     def _resolve_clients_at_once(self, device: torch.device) -> int:
-        asked, cohort = self.clients_at_once, self.server.cohort_size
+        asked = self.clients_at_once
+        # An even share; one that unequal work makes larger trains in more blocks.
+        cohort = -(-self.server.cohort_size // self.trainer.world_size)
         if asked == 1 or cohort == 1 or (asked == "auto" and device.type == "cpu"):
             return 1
         fault = self._side_by_side_fault()
@@ -301,7 +306,8 @@ class FederatedModule(LightningModule):
     def _evaluate(self, batch: Any, split: str) -> None:  # noqa: ANN401
         metrics = self.evaluators[split]
         assert isinstance(metrics, MetricCollection)
-        self.task.evaluate(self.network, batch, metrics)
+        if len(tree_leaves(batch)[0]):  # a process may have no part in it
+            self.task.evaluate(self.network, batch, metrics)
 
     def on_validation_epoch_end(self) -> None:
         """Computes what the validation measured."""
