@@ -15,6 +15,7 @@ commands:
   test       evaluate a checkpoint on the test set: ... --ckpt_path last
   partition  show who holds what: fedmuon partition -c base -c experiment/mnist5k
   sweep      run a plan of experiments x algorithms x grids x seeds: fedmuon sweep quickstart
+  heatmap    map of a sweep over two settings: fedmuon heatmap runs/sensitivity -o map
   compare    table and curves of finished runs: fedmuon compare runs/mnist5k
 
 `fedmuon COMMAND --help` says more. A configuration (-c) is a file, or a short name that is looked
@@ -49,10 +50,12 @@ def main(args: list[str] | None = None) -> int:
         return train_main(args)
     if command == "partition":
         from .compare.partition_command import partition_main as run
-    elif command in ("sweep", "compare"):
-        from .compare import commands
-
-        run = commands.sweep_main if command == "sweep" else commands.compare_main
+    elif command == "heatmap":
+        from .compare.heatmap import heatmap_main as run
+    elif command == "sweep":
+        from .compare.sweep_command import sweep_main as run
+    elif command == "compare":
+        from .compare.compare_command import compare_main as run
     else:
         print(f"fedmuon: no command {command!r}; see fedmuon --help", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ summed losses gives every client its own gradient. Whatever comes after the grad
 once, for any C.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -21,7 +21,9 @@ __all__ = [
     "Forward",
     "LossFunction",
     "Tensors",
+    "batch_norm_state",
     "clip_per_client",
+    "nbytes",
     "persistent_buffers",
     "side_by_side_fault",
     "trainable",
@@ -46,6 +48,24 @@ def persistent_buffers(network: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to the model's state (BatchNorm statistics and the like), by name."""
     saved = network.state_dict(keep_vars=True)
     return {name: b for name, b in network.named_buffers() if name in saved}
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Their size in bytes."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def batch_norm_state(network: nn.Module) -> frozenset[str]:
+    """Names of the parameters and buffers that belong to BatchNorm layers.
+
+    The class of a layer decides, whatever it is called: a ResNet's ``downsample.1`` is one too.
+    """
+    return frozenset(
+        f"{path}.{name}".lstrip(".")
+        for path, module in network.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name in (*dict(module.named_parameters()), *dict(module.named_buffers()))
+    )
 
 
 class ClientStack:

@@ -1,7 +1,7 @@
 """The LightningModule: K local steps of every client of a round, in manual optimisation."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import MetricCollection
 
 from .algorithms.base import Algorithm
-from .clients import ClientStack, clip_per_client, side_by_side_fault, trainable
+from .clients import ClientStack, Tensors, clip_per_client, side_by_side_fault, trainable
 from .data.datamodule import FederatedDataModule
 from .data.partition import IntArray
+from .data.sampling import evaluated_clients
 from .errors import ConfigError
 from .optim.orthogonalize import autocast_off
 from .schedules import Constant, Schedule
-from .seeding import derive, numpy_rng
+from .seeding import derive
 from .server.callback import FederatedServer, RoundPlan
 from .server.checkpointing import keep_best
 from .server.checks import check_trainer, first_difference
@@ -102,6 +103,7 @@ class FederatedModule(LightningModule):
         self.evaluators = torch.nn.ModuleDict({s: self._metrics(s) for s in ("val", "test")})
         self._evaluation: dict[str, float] = {}
         self._at_once = 1
+        self._anchor_stack: ClientStack | None = None
 
     # -- Lightning's hooks --------------------------------------------------------------------
 
@@ -154,6 +156,7 @@ class FederatedModule(LightningModule):
         self.data.place(x.device, x.dtype)
         self._at_once = self._resolve_clients_at_once(x.device)
         self.stack = ClientStack(self.network, self._at_once)
+        self._anchor_stack = None
 
     @property
     def data(self) -> FederatedDataModule:
@@ -192,40 +195,92 @@ class FederatedModule(LightningModule):
         plan = self.server.plan or self.server.open_round(self.trainer, self)
         devices = [self.device] if self.device.type == "cuda" else []
         with autocast_off(self.device.type), torch.random.fork_rng(devices):
-            for clients, batches in self._blocks(plan):
+            if self.algorithm.asks_for("cohort"):
+                self._cohort_gradient(plan)
+            for clients, batches in self._blocks({c: self._batches(plan, c) for c in plan.share}):
                 self._train_block(plan, clients, batches)
                 self._advance(len(clients))
             self._advance(len(plan.clients) - len(plan.share))
             self.server.close_round(self.trainer, self)
 
-    def _blocks(self, plan: RoundPlan) -> Iterator[tuple[list[int], list[list[IntArray]]]]:
+    def _batches(self, plan: RoundPlan, client: int) -> list[IntArray]:
+        """A client's samples, step by step."""
+        return self.data.client_batches(
+            client,
+            round=plan.round,
+            seed=self.seed,
+            steps=self.local_steps,
+            epochs=self.local_epochs,
+            drop_last=self.drop_last,
+        )
+
+    def _blocks(
+        self, batches: Mapping[int, list[IntArray]]
+    ) -> Iterator[tuple[list[int], list[list[IntArray]]]]:
         """Clients with equal step counts and batch shapes, up to ``clients_at_once`` together."""
-        alike: dict[tuple[int, ...], list[tuple[int, list[IntArray]]]] = {}
-        for client in plan.share:
-            batches = self.data.client_batches(
-                client,
-                round=plan.round,
-                seed=self.seed,
-                steps=self.local_steps,
-                epochs=self.local_epochs,
-                drop_last=self.drop_last,
-            )
-            group = alike.setdefault(tuple(map(len, batches)), [])
-            group.append((client, batches))
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for client, steps in batches.items():
+            group = alike.setdefault(tuple(map(len, steps)), [])
+            group.append(client)
             if len(group) == self._at_once:
-                yield [c for c, _ in group], [b for _, b in group]
+                yield list(group), [batches[c] for c in group]
                 group.clear()
         for group in alike.values():
             if group:
-                yield [c for c, _ in group], [b for _, b in group]
+                yield list(group), [batches[c] for c in group]
+
+    def _cohort_gradient(self, plan: RoundPlan) -> None:
+        """The first of two exchanges: the cohort's mean gradient at x^r."""
+        for clients, gradients in self._full_gradients(plan, plan.share):
+            self.server.receive_full_gradients(clients, gradients)
+        mean = self.server.mean_full_gradient(self.trainer)
+        for mechanism in self.algorithm.mechanisms:
+            if mechanism.full_gradient == "cohort":
+                mechanism.cohort_gradient(mean)
+
+    def _full_gradients(
+        self, plan: RoundPlan, clients: list[int]
+    ) -> Iterator[tuple[list[int], Tensors]]:
+        """Gradients at x^r over the clients' whole data, ``(C, *shape)``, block by block.
+
+        Computed in batches of about the training's size, as equal as can be (BatchNorm normalises
+        with the statistics of a batch), averaged by their samples; buffers stay as they are.
+        """
+        stack, whole = self.stack, self.data.client_samples
+        order = {c: whole(c, round=plan.round, seed=self.seed) for c in clients}
+        for block, batches in self._blocks(order):
+            stack.resize(len(block))
+            stack.load(plan.x0, plan.buffers)
+            stack.zero_grad()
+            self._seed_forward(derive(self.seed, "full_gradient", plan.round, *block))
+            total = sum(map(len, batches[0]))
+            for step in zip(*batches, strict=True):
+                loss = self._losses(stack, self._gather(step))
+                (loss.sum() * (len(step[0]) / total)).backward()  # type: ignore[no-untyped-call]
+            yield block, [g.detach().clone() for g in stack.gradients()]
+
+    def _gather(self, step: tuple[IntArray, ...]) -> Any:  # noqa: ANN401
+        """One batch of every client of a block."""
+        indices = torch.stack([torch.from_numpy(samples) for samples in step])
+        return self.data.gather(indices.to(self.device))
+
+    def _losses(self, stack: ClientStack, data: Any) -> Tensor:  # noqa: ANN401
+        with self.trainer.precision_plugin.forward_context():
+            return stack.losses(self.task.loss, data)
 
     def _train_block(
         self, plan: RoundPlan, clients: list[int], batches: list[list[IntArray]]
     ) -> None:
         """K local steps of a block; ``batches[c][k]`` are client c's samples in step k."""
         stack, algorithm = self.stack, self.algorithm
+        full = None
+        if algorithm.asks_for("client"):
+            parts = list(self._full_gradients(plan, clients))
+            order = torch.tensor([[c for part, _ in parts for c in part].index(c) for c in clients])
+            full = [torch.cat(g)[order] for g in zip(*(g for _, g in parts), strict=True)]
         stack.resize(len(clients))
         stack.load(plan.x0, plan.buffers)
+        anchor = self._anchor(plan, len(clients)) if algorithm.asks_for("anchor") else None
         state = self.server.store.load(clients, self.device)
         run = algorithm.begin(
             stack,
@@ -235,13 +290,14 @@ class FederatedModule(LightningModule):
             lr_factor=plan.lr_factor,
             client_state=state,
         )
+        run.full_gradient = full
         self._seed_forward(derive(self.seed, "forward", plan.round, *clients))
         losses = []
         for step in zip(*batches, strict=True):
-            indices = torch.stack([torch.from_numpy(samples) for samples in step])
-            data = self.data.gather(indices.to(self.device))
-            with self.trainer.precision_plugin.forward_context():
-                loss = stack.losses(self.task.loss, data)
+            data = self._gather(step)
+            if anchor is not None:
+                run.anchor_gradient = self._gradient_at_start(anchor, data)
+            loss = self._losses(stack, data)
             stack.zero_grad()
             loss.sum().backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
@@ -254,6 +310,22 @@ class FederatedModule(LightningModule):
         with torch.no_grad():
             uploads = algorithm.end(run)
         self.server.receive(run, uploads, torch.stack(losses), stack.buffers)
+
+    def _anchor(self, plan: RoundPlan, clients: int) -> ClientStack:
+        """A second stack, which stays at x^r."""
+        if self._anchor_stack is None:
+            self._anchor_stack = ClientStack(self.network, self._at_once)
+        self._anchor_stack.resize(clients)
+        self._anchor_stack.load(plan.x0, plan.buffers)
+        return self._anchor_stack
+
+    def _gradient_at_start(self, anchor: ClientStack, data: Any) -> Tensors:  # noqa: ANN401
+        """The batch's gradient at x^r; the step's own forward draws the same random numbers."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            loss = self._losses(anchor, data)
+        anchor.zero_grad()
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+        return anchor.gradients()
 
     def _seed_forward(self, seed: int) -> None:
         # On a CPU the same as torch.manual_seed without the other devices, which cost 3 ms a call.
@@ -331,16 +403,13 @@ class FederatedModule(LightningModule):
                 values |= self._client_accuracy(by_class)
         if self.trainer.sanity_checking:
             return  # x^0 on two batches is no measurement of a round
-        self._evaluation = values
+        self._evaluation |= values
         # In fit, RoundLog writes; the other commands print a table of what is "logged".
         self.log_dict(values, logger=self.trainer.state.fn != "fit")
 
     def _client_accuracy(self, by_class: Tensor) -> dict[str, float]:
         """Per-class test accuracy weighted by each client's label shares."""
-        clients = self.data.partition.clients_with_data
-        if len(clients) > _CLIENTS_EVALUATED:
-            rng = numpy_rng(0, "evaluated clients")
-            clients = rng.choice(clients, _CLIENTS_EVALUATED, replace=False)
+        clients = evaluated_clients(self.data.partition.clients_with_data, _CLIENTS_EVALUATED)
         shares = torch.from_numpy(self.data.label_shares(clients))
         accuracy = (shares @ by_class.double().cpu()).sort().values
         worst = accuracy[: math.ceil(len(accuracy) / 10)]
@@ -348,6 +417,11 @@ class FederatedModule(LightningModule):
             "client/acc_mean": float(accuracy.mean()),
             "client/acc_worst10": float(worst.mean()),
         }
+
+    def add_evaluation(self, values: dict[str, float]) -> None:
+        """Puts a callback's measurements of the round into its row, by tag; callbacks see them."""
+        self._evaluation |= values
+        self.log_dict(values, logger=False, on_step=False, on_epoch=True, batch_size=1)
 
     def take_evaluation(self) -> dict[str, float]:
         """What was measured since the last call, by tag; empty if nothing was."""

@@ -97,7 +97,7 @@ class ClientParallel(DDPStrategy):
             with _loopback():
                 dist.init_process_group(
                     backend,
-                    store=dist.FileStore(self.store_path, ranks),
+                    store=dist.FileStore(self.store_path, ranks),  # type: ignore[attr-defined]
                     rank=self.global_rank,
                     world_size=ranks,
                     timeout=self._timeout,

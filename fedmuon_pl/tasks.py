@@ -72,6 +72,14 @@ class Task(ABC):
         """Accuracy of each class by itself, where the task has classes; see ``client/acc_mean``."""
         return None
 
+    def classes(self, batch: Any) -> Tensor:  # noqa: ANN401
+        """The class of each sample of a batch, ``(B,)``, where the task has classes.
+
+        Raises:
+            NotImplementedError: If it has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no classes")
+
 
 def _mean() -> MeanMetric:
     """A mean in float64: the same digits however the batches are shared out."""
@@ -123,6 +131,10 @@ class Classification(Task):
     def class_metric(self) -> MulticlassAccuracy:
         """The share of each class that is recognised, ``(classes,)``."""
         return MulticlassAccuracy(self.num_classes, average="none")
+
+    def classes(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The labels."""
+        return batch[1]
 
     def evaluate(
         self, network: Forward, batch: tuple[Tensor, Tensor], metrics: MetricCollection

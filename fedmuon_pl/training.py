@@ -17,8 +17,9 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 # Imported so that a configuration can name their classes without a module.
 from . import algorithms, models, schedules, tasks  # noqa: F401
 from .arguments import ConfigName, Parser, root_cause
-from .data import digits, partition  # noqa: F401
+from .data import catalogue  # noqa: F401
 from .data.datamodule import FederatedDataModule
+from .environment import record_start
 from .errors import ConfigError, FedMuonError
 from .module import FederatedModule
 from .parallel import ClientParallel, processes_of_launcher, processes_threads
@@ -32,7 +33,7 @@ __all__ = ["FederatedCLI", "train_main"]
 
 
 class _SaveRunConfig(SaveConfigCallback):
-    """Saves ``config.yaml`` when training starts, with what was resolved by then."""
+    """Saves ``config.yaml`` when training starts, as resolved, and notes where it was started."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Nothing yet."""
@@ -46,6 +47,9 @@ class _SaveRunConfig(SaveConfigCallback):
         path = run_folder(trainer) / self.config_filename
         path.parent.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, str(path), skip_unset=False, overwrite=True, multifile=False)
+        kept = ("threads", "processes", "device")
+        engine = {k: v for k, v in pl_module.engine().items() if k in kept}
+        record_start(path.parent, trainer.current_epoch, **engine)
 
 
 class FederatedCLI(LightningCLI):

@@ -24,7 +24,7 @@ from fedmuon_pl.training import FederatedCLI
 CONFIGS = Path(__file__).parents[1] / "configs"
 ALGORITHMS = ("fedadam", "fedavg", "fedmuon", "local_muon", "scaffold")
 # These keep the same state as others and differ in a formula only.
-VARIANTS = {"fedyogi", "fedadagrad", "fedprox", "local_adamw"}
+VARIANTS = {"fedyogi", "fedadagrad", "fedprox", "local_adamw", "fedmuon_official"}
 EVERY_ALGORITHM = sorted({p.stem for p in (CONFIGS / "algorithm").glob("*.yaml")} - VARIANTS)
 # With these rates the accuracy goes up and down: best.ckpt is not last.ckpt.
 LARGE_RATE = {name: ("--model.algorithm.lr", "1.0") for name in ("fedavg", "scaffold")}

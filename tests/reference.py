@@ -95,6 +95,14 @@ def mean(vectors: dict[int, Params], w: dict[int, float]) -> Params:
     return total
 
 
+def weighted(values: dict[int, Any], w: dict[int, float]) -> Any:
+    """sum_i w_i values_i of numbers, tensors, or dictionaries of them."""
+    first = next(iter(values.values()))
+    if isinstance(first, dict):
+        return {key: weighted({i: v[key] for i, v in values.items()}, w) for key in first}
+    return sum(w[i] * v for i, v in values.items())
+
+
 def mean_direction(
     x: Params, x_i: dict[int, Params], sum_eta: dict[int, float], w: dict[int, float]
 ) -> Params:
@@ -162,6 +170,7 @@ def step_scale(rows: int, cols: int, scale: str) -> float:
         "none": 1.0,
         "spectral": math.sqrt(max(1.0, rows / cols)),
         "rms": 0.2 * math.sqrt(max(rows, cols)),
+        "operator": math.sqrt(rows / cols),
     }[scale]
 
 
@@ -169,6 +178,22 @@ def direction(u: Tensor, orthogonalize: Orthogonalize, scale: str) -> Tensor:
     """scale * orthogonalize(u as a matrix), in u's own shape."""
     matrix = u.flatten(1)
     return (step_scale(*matrix.shape, scale) * orthogonalize(matrix)).reshape(u.shape)
+
+
+def truncate(M: Tensor, ratio: float | None) -> Tensor:
+    """M projected on its r leading left singular vectors: the best approximation of rank r.
+
+    U, V^T and the singular values are r (m + n + 1) numbers, so r = int(ratio m n / (m + n + 1)),
+    but at least 1 (main_FedMuon.py of github.com/junkangLiu0/FedMuon has no such minimum). M itself
+    where that is no saving, and for a ratio of 1 or None.
+    """
+    matrix = M.flatten(1)
+    m, n = matrix.shape
+    rank = max(1, int((1.0 if ratio is None else ratio) * m * n / (m + n + 1)))
+    if ratio in (None, 1) or rank * (m + n + 1) >= m * n:
+        return M
+    U = torch.linalg.svd(matrix)[0][:, :rank]
+    return (U @ (U.T @ matrix)).reshape(M.shape)
 
 
 def muon_momentum(
@@ -489,8 +514,11 @@ def scaffold(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     weights: dict[int, int] | None = None,
+    data: dict[int, Batch] | None = None,
 ) -> Trace:
     """SCAFFOLD, Karimireddy et al., arXiv 1910.06378, Algorithm 1, option II, plain SGD.
+
+    With each client's whole ``data``, option I: c_i+ = grad f_i(x).
 
     x_i <- x_i - eta (g - c_i + c);
     c_i+ = c_i - c + (x - x_i^{K_i}) / (sum of the etas really used);
@@ -514,7 +542,9 @@ def scaffold(
                 sum_eta += eta
             x_i[i] = y
             c_new[i] = c_old
-            if sum_eta > 0:
+            if data is not None:
+                c_new[i] = gradient(x, data[i])
+            elif sum_eta > 0:
                 c_new[i] = add(subtract(c_old, c), subtract(x, y), 1 / sum_eta)
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
         for i in cohort:
@@ -597,6 +627,9 @@ def fedmuon(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    rest_sgd: tuple[float, float] | None = None,
+    ratio: float | None = None,
+    error_feedback: bool = False,
     server_lr: Rate = 1.0,
     clip_norm: float | None = None,
     matrix: Callable[[str, Tensor], bool] = is_matrix,
@@ -610,7 +643,8 @@ def fedmuon(
     The rest: the same with AdamW's direction in the place of O and its own eta, moments fresh every
     round. With ``align_rest`` off Delta_g does not act on the rest, which then takes its full step:
     no (1-alpha) either. Decoupled decay comes first, x_i <- x_i (1 - (1-alpha) eta wd), with 1 in
-    the place of (1-alpha) for such a rest.
+    the place of (1-alpha) for such a rest. ``rest_sgd`` = (momentum mu, decay): the rest's
+    direction is SGD's v <- mu v + g + decay x_i instead, and it has no decoupled decay.
 
     Server:
         Delta_g <- -sum_i w_i (x_i - x) / (sum_k eta_{i,k}), a client whose sum is 0 counts as 0,
@@ -619,8 +653,20 @@ def fedmuon(
     Delta_g comes from the clients' displacements (decay and the last pull included), whatever the
     server does with them. State: ``delta_g`` (every parameter, the rest also when it is not used)
     and, if averaged, ``momentum``.
+
+    With a ``ratio``, C is ``truncate``: clients send C(M_i), and M_bar <- C(sum_i w_i C(M_i)). With
+    error feedback whoever sends M sends C(M + e) and keeps e <- M + e - C(M + e), e = 0 at first,
+    on each client until it takes part again (PowerSGD, arXiv 1905.13727, Algorithm 2).
     """
     x, delta_g, trace = copy(x0), zeros(x0), Trace()
+    residual: dict[Any, Params] = {}
+
+    def send(who: Any, M: Params) -> Params:
+        whole = add(M, residual.get(who, zeros(M))) if error_feedback else M
+        sent = {name: truncate(p, ratio) for name, p in whole.items()}
+        residual[who] = subtract(whole, sent)
+        return sent
+
     matrices = [name for name in x0 if matrix(name, x0[name])]
     M_bar = {name: torch.zeros_like(x0[name]) for name in matrices}
     for r, cohort in enumerate(rounds):
@@ -636,26 +682,101 @@ def fedmuon(
                 for name in y:
                     if name in matrices:
                         M[name], u = muon_momentum(M[name], g[name], beta, ema, nesterov)
-                        step = direction(u, orthogonalize, scale)
+                        step, decay = direction(u, orthogonalize, scale), weight_decay
+                    elif rest_sgd is not None:
+                        m[name] = rest_sgd[0] * m[name] + g[name] + rest_sgd[1] * y[name]
+                        step, decay = m[name], 0.0
                     else:
                         m[name], v[name], step = adamw_direction(
                             m[name], v[name], g[name], k, betas, eps
                         )
+                        decay = weight_decay
                     a, e = pull[name], eta[name]
-                    decayed = y[name] * (1 - (1 - a) * e * weight_decay)
+                    decayed = y[name] * (1 - (1 - a) * e * decay)
                     y[name] = decayed - e * ((1 - a) * step + a * delta_g[name])
                     sum_eta[name] += e
-            x_i[i], M_i[i] = y, M
+            x_i[i], M_i[i] = y, send(i, M)
             directions[i] = {
                 n: (x[n] - y[n]) / sum_eta[n] if sum_eta[n] else torch.zeros_like(x[n]) for n in x
             }
         delta_g = mean(directions, w)
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
         if average_momentum:
-            M_bar = mean(M_i, w)
+            M_bar = send("server", mean(M_i, w))
             trace.record(x, delta_g=delta_g, momentum=M_bar)
         else:
             trace.record(x, delta_g=delta_g)
+    return trace
+
+
+def fedmuon_official(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    alpha: float,
+    gamma: float,
+    K: int,
+    beta: float = 0.98,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-10,
+    ns_steps: int = 5,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedMuon as its authors' program runs it: github.com/junkangLiu0/FedMuon at f3972e2.
+
+    ``update_FedMuon`` and ``apply_weights_FedLADA`` of main_FedMuon.py with ``muon_update`` and
+    ``adam_update`` of muon.py, in their quantities and under their names (``alpha`` is a factor on
+    the matrices' rate, ``gamma`` the paper's alpha, ``K`` the constant --K), but in float64 where
+    the iteration is in bfloat16. Nothing of Delta_g's formula is in it:
+
+    a step    M <- lerp(M, g, 1 - beta); u = lerp(g, M, beta); four axes become (out, -1), otherwise
+              the last two are the matrix; Newton-Schulz; times sqrt(max(1, rows / cols)) with g's
+              own last two axes; p <- p (1 - lr_g wd) - lr_g u, where lr_g = lr alpha (1 - gamma);
+              fewer than two axes: Adam's direction, lr_g = lr (1 - gamma)
+    then      p <- p + gamma lr / K m for every p
+    server    D = mean of (p - x); x <- x + D; m <- D / lr; M <- mean of M
+
+    The program has clip_norm 10. ``weights`` is not in it. State: ``m``, ``momentum``.
+    """
+    x, m, trace = copy(x0), zeros(x0), Trace()
+    momentum = {name: torch.zeros_like(p) for name, p in x0.items() if p.ndim >= 2}
+    for r, cohort in enumerate(rounds):
+        lr_r, w = at(lr, r), cohort_weights(cohort, weights)
+        deltas, buffers = {}, {}
+        for i, batches in cohort.items():
+            p, buf, exp_avg, exp_avg_sq = copy(x), copy(momentum), zeros(x), zeros(x)
+            for step, batch in enumerate(batches, start=1):
+                g = clip(gradient(p, batch), clip_norm)
+                for name in p:
+                    if p[name].ndim >= 2:
+                        group_lr = lr_r * alpha * (1 - gamma)
+                        buf[name] = torch.lerp(buf[name], g[name], 1 - beta)
+                        u = torch.lerp(g[name], buf[name], beta)
+                        if u.ndim == 4:
+                            u = u.reshape(len(u), -1)
+                        stack = [newton_schulz(a, ns_steps) for a in u.reshape(-1, *u.shape[-2:])]
+                        rows, cols = g[name].shape[-2:]
+                        update = torch.stack(stack) * max(1, rows / cols) ** 0.5
+                    else:
+                        group_lr = lr_r * (1 - gamma)
+                        exp_avg[name] = torch.lerp(exp_avg[name], g[name], 1 - betas[0])
+                        exp_avg_sq[name] = torch.lerp(exp_avg_sq[name], g[name] ** 2, 1 - betas[1])
+                        first = exp_avg[name] / (1 - betas[0] ** step)
+                        second = exp_avg_sq[name] / (1 - betas[1] ** step)
+                        update = first / (second**0.5 + eps)
+                    p[name] = p[name] * (1 - group_lr * weight_decay)
+                    p[name] = p[name] - group_lr * update.reshape(p[name].shape)
+                p = add(p, m, gamma * lr_r / K)
+            deltas[i], buffers[i] = subtract(p, x), buf
+        D = mean(deltas, w)
+        x = add(x, D)
+        m = times(D, 1 / lr_r if lr_r else 0.0)
+        momentum = mean(buffers, w)
+        trace.record(x, m=m, momentum=momentum)
     return trace
 
 
@@ -941,12 +1062,12 @@ def fedlada(
     x <- x + server_lr sum_i w_i (x_i - x).
 
     The PDF was out of reach; this is fedbrew's reading of it ("AMSGrad, no bias correction, eps^2
-    as the floor"). The FedMuon repository writes Adam instead (``amsgrad`` off: v_hat is v) with
-    other factors, see its bug list.
+    as the floor"). The FedAdamW repository writes Adam instead (``amsgrad`` off): v_hat is v, v_bar
+    starts at 0, and eps is added to the root.
     """
     b1, b2 = betas
     x, g_a, trace = copy(x0), zeros(x0), Trace()
-    v_bar = {name: torch.full_like(p, eps**2) for name, p in x0.items()}
+    v_bar = {name: torch.full_like(p, eps**2 if amsgrad else 0.0) for name, p in x0.items()}
     for r, cohort in enumerate(rounds):
         eta, w = at(lr, r), cohort_weights(cohort, weights)
         x_i, v_i = {}, {}
@@ -958,7 +1079,8 @@ def fedlada(
                     m[name] = b1 * m[name] + (1 - b1) * g[name]
                     v[name] = b2 * v[name] + (1 - b2) * g[name] ** 2
                     v_hat[name] = torch.maximum(v_hat[name], v[name]) if amsgrad else v[name]
-                    step = alpha * m[name] / torch.sqrt(v_hat[name]) + (1 - alpha) * g_a[name]
+                    root = torch.sqrt(v_hat[name]) + (0.0 if amsgrad else eps)
+                    step = alpha * m[name] / root + (1 - alpha) * g_a[name]
                     y[name] = y[name] - eta * step
             x_i[i], v_i[i] = y, v_hat
         g_a = mean_direction(x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w)
@@ -1001,12 +1123,13 @@ def fedadamw(
 
     Choices: the printed "- lambda x" would grow the weights and is read as decoupled decay.
     ``block_mean``: the paper sends the mean of each block of a Hessian-like partition, its vision
-    code all of v (pass the identity); here one block per parameter. t = steps of earlier rounds +
-    k, where an earlier round counts as ``steps_per_round`` or, if None, as the longest client of
-    its cohort; the paper has one constant K. ``shrink_local`` puts (1-alpha) before the Adam
-    direction, as later versions of the code do and the paper does not.
+    code all of v (pass the identity); here one block per parameter. b2^t = d b2^k, where d is b2 to
+    the steps of the earlier rounds: d <- d b2^steps_per_round or, if that is None, d <- d sum_i w_i
+    b2^{K_i}, so that 1 - d is what the weights in v_bar sum to; the paper has one constant K.
+    ``shrink_local`` puts (1-alpha) before the Adam direction, as later versions of the code do and
+    the paper does not.
     """
-    x, delta, v_bar, before, trace = copy(x0), zeros(x0), zeros(x0), 0, Trace()
+    x, delta, v_bar, d, trace = copy(x0), zeros(x0), zeros(x0), 1.0, Trace()
     local = 1 - alpha if shrink_local else 1.0
     b1, b2 = betas
     for r, cohort in enumerate(rounds):
@@ -1019,9 +1142,7 @@ def fedadamw(
                 for name in y:
                     m[name] = b1 * m[name] + (1 - b1) * g[name]
                     v[name] = b2 * v[name] + (1 - b2) * g[name] ** 2
-                    adam = (m[name] / (1 - b1**k)) / (
-                        torch.sqrt(v[name] / (1 - b2 ** (before + k))) + eps
-                    )
+                    adam = (m[name] / (1 - b1**k)) / (torch.sqrt(v[name] / (1 - d * b2**k)) + eps)
                     y[name] = y[name] - eta * (
                         local * adam + alpha * delta[name] + weight_decay * y[name]
                     )
@@ -1029,12 +1150,187 @@ def fedadamw(
         delta = mean_direction(x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w)
         v_bar = mean(v_i, w)
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
-        before += (
-            max(len(batches) for batches in cohort.values())
+        d *= (
+            sum(w[i] * b2 ** len(batches) for i, batches in cohort.items())
             if steps_per_round is None
-            else steps_per_round
+            else b2**steps_per_round
         )
-        trace.record(x, delta=delta, v=v_bar)
+        trace.record(x, delta=delta, v=v_bar, d={"": torch.tensor(d, dtype=torch.float64)})
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------
+# FedPAC: an aligned frame around any optimiser
+# --------------------------------------------------------------------------------------------------
+
+State = dict[str, Any]
+Step = Callable[[State, Tensor], tuple[State, Tensor | None]]
+LocalOptimizer = tuple[Callable[[Tensor], State], Step]
+
+
+def heavy_ball(beta: float) -> LocalOptimizer:
+    """M <- beta M + g, which is also the direction."""
+
+    def step(state: State, g: Tensor) -> tuple[State, Tensor]:
+        M = beta * state["momentum"] + g
+        return {"momentum": M}, M
+
+    return lambda p: {"momentum": torch.zeros_like(p)}, step
+
+
+def adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> LocalOptimizer:
+    """Adam's moments m and v, each with the number of steps it has seen; arXiv 1412.6980.
+
+    E[m] = (1 - b1^s) E[g] after s steps from 0, whichever client made them: averaged with the
+    count, a moment keeps this.
+    """
+    b1, b2 = betas
+
+    def step(state: State, g: Tensor) -> tuple[State, Tensor]:
+        m = b1 * state["m"] + (1 - b1) * g
+        v = b2 * state["v"] + (1 - b2) * g**2
+        s, t = state["m_count"] + 1, state["v_count"] + 1
+        direction = m / (1 - b1**s) / (torch.sqrt(v / (1 - b2**t)) + eps)
+        return {"m": m, "v": v, "m_count": s, "v_count": t}, direction
+
+    def empty(p: Tensor) -> State:
+        return {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "m_count": 0, "v_count": 0}
+
+    return empty, step
+
+
+def soap(
+    betas: tuple[float, float] = (0.95, 0.95),
+    eps: float = 1e-8,
+    frequency: int = 10,
+    longest: int = 10000,
+    skip_first: bool = True,
+) -> LocalOptimizer:
+    """SOAP, Vyas et al., arXiv 2409.11321, Algorithms 3 and 4, for a tensor of any axes.
+
+    P_a, the EMA of the unfoldings G_(a) G_(a)^T, for every axis a of a tensor that has at least two
+    and where it is not longer than ``longest``. The first Q_a is P_a's eigenvectors, largest
+    eigenvalue first; every ``frequency`` steps Q_a <- QR(P_a Q_a), its columns and V sorted by
+    diag(Q_a^T P_a Q_a) before. ``skip_first``: the first gradient only enters P; else it steps in
+    the basis of P as given, if something was, or of itself. epsilon stands beside the square root
+    of the corrected V. State: ``gram``: P by axis, ``gram_count``: gradients in it; m, v and Q.
+    """
+    b1, b2 = betas
+
+    def unfold(t: Tensor, axis: int) -> Tensor:
+        return t.transpose(0, axis).reshape(t.shape[axis], -1)
+
+    def along(t: Tensor, axis: int, matrix: Tensor) -> Tensor:
+        """matrix @ the unfolding, folded again."""
+        swapped = t.transpose(0, axis)
+        return (matrix @ swapped.reshape(len(matrix), -1)).reshape(swapped.shape).transpose(0, axis)
+
+    def turn(t: Tensor, Q: dict[int, Tensor], back: bool = False) -> Tensor:
+        for axis, q in Q.items():
+            t = along(t, axis, q if back else q.T)
+        return t
+
+    def eigenvectors(P: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(P)
+        return vectors[:, torch.argsort(values, descending=True)]
+
+    def step(state: State, g: Tensor) -> tuple[State, Tensor]:
+        state = dict(state)
+
+        def feed() -> None:
+            state["gram"] = {
+                a: b2 * P + (1 - b2) * unfold(g, a) @ unfold(g, a).T
+                for a, P in state["gram"].items()
+            }
+            state["gram_count"] += 1
+
+        fed = False
+        if state["Q"] is None:
+            if skip_first or state["gram_count"] == 0:
+                feed()
+                fed = True
+            state["Q"] = {a: eigenvectors(P) for a, P in state["gram"].items()}
+            if skip_first:
+                return state, None
+        state["t"] += 1
+        Q, t = state["Q"], state["t"]
+        state["m"] = b1 * state["m"] + (1 - b1) * g
+        state["v"] = b2 * state["v"] + (1 - b2) * turn(g, Q) ** 2
+        m_hat, v_hat = turn(state["m"], Q) / (1 - b1**t), state["v"] / (1 - b2**t)
+        direction = turn(m_hat / (torch.sqrt(v_hat) + eps), Q, back=True)
+        if not fed:
+            feed()
+        if t % frequency == 0:
+            Q = dict(Q)
+            for a, P in state["gram"].items():
+                order = torch.argsort(torch.diag(Q[a].T @ P @ Q[a]), descending=True)
+                state["v"] = state["v"].index_select(a, order)
+                Q[a] = torch.linalg.qr(P @ Q[a][:, order])[0]
+            state["Q"] = Q
+        return state, direction
+
+    def empty(p: Tensor) -> State:
+        axes = [a for a, n in enumerate(p.shape) if p.ndim > 1 and n <= longest]
+        gram = {a: torch.zeros(p.shape[a], p.shape[a], dtype=p.dtype) for a in axes}
+        nothing = {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "t": 0, "Q": None}
+        return {"gram": gram, "gram_count": 0, **nothing}
+
+    return empty, step
+
+
+def fedpac(
+    x0: Params,
+    gradient: Gradient,
+    rounds: Rounds,
+    *,
+    lr: Rate,
+    optimizer: LocalOptimizer,
+    averaged: tuple[str, ...],
+    alpha: float = 0.5,
+    weight_decay: float = 0.0,
+    server_lr: Rate = 1.0,
+    clip_norm: float | None = None,
+    weights: dict[int, int] | None = None,
+) -> Trace:
+    """FedPAC, Liu et al., arXiv 2602.19271, its beta called alpha.
+
+    K_i times from Theta_i = Theta_bar (what is not averaged from empty):
+        y <- y (1 - (1-alpha) eta wd);  y <- y - eta [(1-alpha) P_Theta(g) + alpha Delta_g]
+    Server: Delta_g <- -sum_i w_i (x_i - x) / (K_i eta);  Theta_bar <- sum_i w_i Theta_i;
+    x <- x + server_lr sum_i w_i (x_i - x).
+    An optimiser that makes no direction of a gradient (SOAP at first) does not decay either.
+    """
+    empty, local_step = optimizer
+    x, delta_g, trace = copy(x0), zeros(x0), Trace()
+    theta = {name: empty(p) for name, p in x0.items()}
+    for r, cohort in enumerate(rounds):
+        eta, w = at(lr, r), cohort_weights(cohort, weights)
+        x_i, theta_i = {}, {}
+        for i, batches in cohort.items():
+            y, state = copy(x), copy(theta)
+            for batch in batches:
+                g = clip(gradient(y, batch), clip_norm)
+                for name in y:
+                    state[name], d = local_step(state[name], g[name])
+                    if d is not None:
+                        y[name] = y[name] * (1 - (1 - alpha) * eta * weight_decay)
+                        y[name] = y[name] - eta * (1 - alpha) * d
+                    y[name] = y[name] - eta * alpha * delta_g[name]
+            x_i[i], theta_i[i] = y, state
+        delta_g = mean_direction(
+            x, x_i, {i: eta * len(batches) for i, batches in cohort.items()}, w
+        )
+        for name, p in x0.items():
+            fresh = empty(p)
+            theta[name] = {
+                key: weighted({i: theta_i[i][name][key] for i in cohort}, w)
+                if key.removesuffix("_count") in averaged
+                else fresh[key]
+                for key in fresh
+            }
+        x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
+        means = {key: {n: theta[n][key] for n in x0} for key in averaged}
+        trace.record(x, delta_g=delta_g, **means)
     return trace
 
 
@@ -1112,6 +1408,9 @@ def server_muon(
     scale: str = "none",
     orthogonalize: Orthogonalize = polar_svd,
     rest_beta: float | None = None,
+    rest_betas: tuple[float, float] | None = None,
+    rest_eps: float = 1e-8,
+    server_decay: float = 0.0,
     matrix: Callable[[str, Tensor], bool] = is_matrix,
     weights: dict[int, int] | None = None,
     **sgd: Any,
@@ -1122,9 +1421,10 @@ def server_muon(
     pseudo-gradient G = -Delta: M <- beta M + G;  x <- x - server_lr * scale * orthogonalize(M).
     (EF21-Muon, arXiv 2510.00643, also orthogonalises after averaging, with K = 1.) The rest takes
     the same momentum (``rest_beta``, None: beta) without orthogonalisation, at its own rate: x <- x
-    - rest_server_lr * M. ``sgd`` goes to ``local_sgd``.
+    - rest_server_lr * M, or Adam's direction if ``rest_betas`` are given. ``server_decay`` is
+    decoupled, of the matrices. ``sgd`` goes to ``local_sgd``.
     """
-    x, M, trace = copy(x0), zeros(x0), Trace()
+    x, M, m, v, trace = copy(x0), zeros(x0), zeros(x0), zeros(x0), Trace()
     for r, cohort in enumerate(rounds):
         w = cohort_weights(cohort, weights)
         x_i = {
@@ -1134,7 +1434,13 @@ def server_muon(
         for name in x:
             if matrix(name, x0[name]):
                 M[name], u = muon_momentum(M[name], G[name], beta, ema, nesterov)
+                x[name] = x[name] * (1 - at(server_lr, r) * server_decay)
                 x[name] = x[name] - at(server_lr, r) * direction(u, orthogonalize, scale)
+            elif rest_betas is not None:
+                m[name], v[name], step = adamw_direction(
+                    m[name], v[name], G[name], r + 1, rest_betas, rest_eps
+                )
+                x[name] = x[name] - at(rest_server_lr, r) * step
             else:
                 decay = beta if rest_beta is None else rest_beta
                 M[name], u = muon_momentum(M[name], G[name], decay, ema, nesterov)

@@ -250,6 +250,7 @@ def test_frozen_parameters_are_in_no_optimiser(tmp_path):
 METHODS = {
     "scaffold": lambda: Scaffold(0.1),
     "fedmuon": lambda: FedMuon(0.05),
+    "low_rank": lambda: FedMuon(0.05, momentum_ratio=0.3, error_feedback=True),
     "fedadam": lambda: FedAdam(0.1),
 }
 

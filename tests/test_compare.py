@@ -20,11 +20,25 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedmuon_pl.compare import commands, figures, plan, runs, tables
+from fedmuon_pl.compare import (
+    differences,
+    figures,
+    grid,
+    names,
+    paired,
+    plan,
+    render,
+    runs,
+    style,
+    summary,
+)
 from fedmuon_pl.compare import execute as execution
-from fedmuon_pl.compare.commands import compare_main, sweep_main
+from fedmuon_pl.compare.compare_command import compare_main
 from fedmuon_pl.compare.execute import execute, inspect
 from fedmuon_pl.compare.plan import PlanError, load_plan, parse_plan
+from fedmuon_pl.compare.sweep_command import sweep_main
+from fedmuon_pl.compare.sweep_view import SweepView
+from fedmuon_pl.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[1]
 METHODS = ("fedmuon", "local_muon", "fedavg", "scaffold", "fedadam")
@@ -694,11 +708,11 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path, "fedavg", seed, [0.1, 0.2])
         write_run(tmp_path, "fedmuon", seed, [0.1, 0.2], config={"model.algorithm.class_path": "Z"})
-    assert runs.differences(runs.read_runs([tmp_path])[0]) == []
+    assert differences.differences(runs.read_runs([tmp_path])[0]) == []
     write_run(tmp_path, "scaffold", 0, [0.1], config={
         "data.batch_size": 64, "server.clients_per_round": 5, "model.local_steps": 20,
     })  # fmt: skip
-    notes = runs.differences(runs.read_runs([tmp_path])[0])
+    notes = differences.differences(runs.read_runs([tmp_path])[0])
     for key in ("data.batch_size", "server.clients_per_round", "model.local_steps"):
         assert any(f"not the same data, cohort or budget, {key}:" in note for note in notes), key
     assert "toy: not the same seeds: [0, 1] in fedavg, fedmuon; [0] in scaffold" in notes
@@ -709,7 +723,7 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path) -> None:
 def test_seeds_of_one_method_must_be_one_method(tmp_path: Path) -> None:
     write_run(tmp_path, "fedavg", 0, [0.1])
     write_run(tmp_path, "fedavg", 1, [0.1], config={"model.algorithm.init_args": {"lr": 0.5}})
-    (note,) = runs.differences(runs.read_runs([tmp_path])[0])
+    (note,) = differences.differences(runs.read_runs([tmp_path])[0])
     assert note == f"toy, fedavg: its seeds differ in {LR}: 0.1 in seed 0; 0.5 in seed 1"
 
 
@@ -731,46 +745,77 @@ def example(tmp_path: Path) -> list[runs.RunData]:
 
 
 def test_the_numbers_of_a_table(tmp_path: Path) -> None:
-    first, second = tables.summarise(example(tmp_path), target=0.9)
-    assert (first.method, second.method) == ("fedmuon", "fedavg")
+    table = summary.summarise(example(tmp_path), target=0.9)
+    assert list(table["method"]) == ["fedmuon", "fedavg"]
+    first, second = (row for _, row in table.iterrows())
     values = [0.90, 0.92, 0.97]
-    assert second.seeds == (0, 1, 2)
-    assert second.test.mean == pytest.approx(sum(values) / 3 - 0.01, abs=1e-12)
-    assert second.test.sd == pytest.approx(math.sqrt(0.0013), abs=1e-12)  # n - 1 below
-    assert second.test.sd == pytest.approx(statistics.stdev(values), abs=1e-12)
-    assert second.val_final.mean == pytest.approx(0.93, abs=1e-12)
-    assert second.val_best.mean == pytest.approx((0.95 + 0.95 + 0.97) / 3, abs=1e-12)
-    assert second.to_target is not None
-    assert (second.to_target.mean, second.to_target.n) == (2.0, 3)
-    assert first.to_target is not None
-    assert first.to_target.mean == 1.0
-    assert (second.megabytes.mean, first.megabytes.mean) == (6.0, 9.0)
-    assert second.seconds.mean == 0.75
-    assert second.rounds.mean == 3
+    assert second["seeds"] == (0, 1, 2)
+    assert second["test_mean"] == pytest.approx(sum(values) / 3 - 0.01, abs=1e-12)
+    assert second["test_sd"] == pytest.approx(math.sqrt(0.0013), abs=1e-12)  # n - 1 below
+    assert second["test_sd"] == pytest.approx(statistics.stdev(values), abs=1e-12)
+    assert second["val_mean"] == pytest.approx(0.93, abs=1e-12)
+    assert second["best_val_mean"] == pytest.approx((0.95 + 0.95 + 0.97) / 3, abs=1e-12)
+    # Seeds 0 and 1 are best in their second round, seed 2 in its last.
+    assert second["test_at_best_mean"] == pytest.approx((0.94 + 0.94 + 0.96) / 3, abs=1e-12)
+    # Trapezoids over two rounds: (0.5 / 2 + 0.95 + last / 2) / 2.
+    assert second["area_mean"] == pytest.approx((0.25 + 0.95 + 0.93 / 2) / 2, abs=1e-12)
+    assert (second["rounds_to_target_mean"], second["rounds_to_target_n"]) == (2.0, 3)
+    assert (second["mb_to_target_mean"], second["seconds_to_target_mean"]) == (4.0, 0.5)
+    assert (first["rounds_to_target_mean"], first["mb_to_target_mean"]) == (1.0, 3.0)
+    assert (second["total_mb_mean"], first["total_mb_mean"]) == (6.0, 9.0)
+    assert second["seconds_mean"] == 0.75
+    assert second["rounds_mean"] == 3
+    assert second["worst10_n"] == 0
+
+
+def test_tables_are_as_long_as_what_they_describe(tmp_path: Path) -> None:
+    read = example(tmp_path)
+    rounds, table = summary.round_table(read), summary.run_table(read)
+    assert len(rounds) == 2 * 3 * 3
+    assert list(rounds.columns[:4]) == ["experiment", "method", "seed", "round"]
+    assert rounds.groupby(["method", "seed"])["val/acc"].last()["fedavg", 1] == 0.92
+    assert len(table) == 6
+    assert table["conditions"].nunique() == 1
+    assert set(summary.QUANTITIES) <= set(table.columns)
+    assert not set(summary.TARGETS) & set(table.columns)
+    assert summary.round_table([]).empty
+
+
+def test_the_worst_tenth_is_that_of_the_last_round(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fedavg", 0, [0.5, 0.6])
+    lines = (folder / "metrics.csv").read_text().splitlines()
+    lines = [f"{lines[0]},client/acc_worst10", f"{lines[1]},0.3", f"{lines[2]},0.2"]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    read = runs.read_runs([tmp_path])[0]
+    assert summary.run_table(read)["worst10"].tolist() == [0.2]
+    (table,) = render.grids(summary.summarise(read))
+    assert "worst 10 %" in table.heads
+    assert "0.2000" in table.rows[0]
 
 
 def test_a_target_that_only_some_seeds_reach(tmp_path: Path) -> None:
-    (row,) = [r for r in tables.summarise(example(tmp_path), target=0.96) if r.method == "fedavg"]
-    assert row.to_target is not None
-    assert row.to_target.text(1, 3) == "3.0 (1/3)"
-    row = tables.summarise(example(tmp_path / "b"), target=2.0)[0]
-    assert row.to_target is not None
-    assert row.to_target.text(1, 3) == "-"
+    _, table = render.grids(summary.summarise(example(tmp_path), target=0.96), target=0.96)
+    assert table.title == "toy: to val acc 0.96"
+    assert list(table.rows[1]) == ["FedAvg", "3", "3.0 (1/3)", "6.0 (1/3)", "0.8 (1/3)"]
+    _, table = render.grids(summary.summarise(example(tmp_path / "b"), target=2.0), target=2.0)
+    assert list(table.rows[0]) == ["FedMuon", "3", "-", "-", "-"]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_stat_is_the_sample_statistic(n: int) -> None:
     values = [0.1 * i * i for i in range(n)]
-    stat = tables.Stat.of([*values, None])
+    stat = summary.Stat.of([*values, math.nan])
     mean = sum(values) / n
     assert stat.n == n
     assert stat.mean == pytest.approx(mean)
     if n == 1:
-        assert stat.sd is None
+        assert math.isnan(stat.sd)
         assert stat.text(2, 1) == "0.00"
     else:
         assert stat.sd == pytest.approx(math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)))
-    assert math.isnan(tables.Stat.of([1.0, math.inf]).mean or 0.0)
+    diverged = summary.Stat.of([1.0, math.inf])
+    assert (diverged.n, diverged.text(2, 2)) == (2, "nan")
+    assert summary.Stat.of([math.nan]).text(2, 1) == "-"
 
 
 def test_rows_are_sorted_by_final_test_accuracy(tmp_path: Path) -> None:
@@ -779,45 +824,196 @@ def test_rows_are_sorted_by_final_test_accuracy(tmp_path: Path) -> None:
         write_run(tmp_path, method, 0, [0.99, final], test_shift=0.0)
     write_run(tmp_path, "e", 0, [0.99, math.nan])
     read = runs.read_runs([tmp_path])[0]
-    assert [row.method for row in tables.summarise(read)] == ["b", "c", "d", "a", "e"]
-    by_loss = tables.summarise(read, metric="loss")
-    assert by_loss[0].val_final.mean == pytest.approx(0.1)
-    assert by_loss[0].val_best.mean == pytest.approx(0.01)
+    assert list(summary.summarise(read)["method"]) == ["b", "c", "d", "a", "e"]
+    by_loss = summary.summarise(read, metric="loss")
+    assert by_loss["val_mean"][0] == pytest.approx(0.1)
+    assert by_loss["best_val_mean"][0] == pytest.approx(0.01)
 
 
 def test_a_final_value_is_of_the_last_round_or_none(tmp_path: Path) -> None:
     write_run(tmp_path, "fedavg", 0, [0.5, 0.6, math.nan])
     read = runs.read_runs([tmp_path])[0]
-    assert tables.summarise(read)[0].test.mean is None
-    assert tables.unmeasured(read)[1] == (
+    assert summary.summarise(read)["test_n"][0] == 0
+    assert summary.unmeasured(read)[1] == (
         "toy/fedavg-s0: test/acc was last measured in round 2 of 3, so that its final value is "
         "left out"
     )
 
 
 def test_the_markdown_table_word_for_word(tmp_path: Path) -> None:
-    rows = tables.summarise(example(tmp_path), target=0.9)
-    lines = tables.to_markdown(rows, target=0.9).splitlines()
+    tables = render.grids(summary.summarise(example(tmp_path), target=0.9), target=0.9)
+    lines = render.to_markdown(tables[:1]).splitlines()
     assert [re.sub(" +", " ", line) for line in (lines[0], *lines[2:4])] == [
-        "| method | seeds | test acc | val acc | best val acc | rounds to 0.9 | sent MB "
-        "| seconds |",
-        "| FedMuon | 3 | 0.9300 ± 0.0361 | 0.9400 ± 0.0361 | 0.9400 ± 0.0361 | 1.0 ± 0.0 | 9.0 "
-        "| 0.8 |",
-        "| FedAvg | 3 | 0.9200 ± 0.0361 | 0.9300 ± 0.0361 | 0.9567 ± 0.0115 | 2.0 ± 0.0 | 6.0 "
-        "| 0.8 |",
+        "| method | seeds | test acc | val acc | best val acc | mean val | sent MB | seconds |",
+        "| FedMuon | 3 | 0.9300 ± 0.0361 | 0.9400 ± 0.0361 | 0.9400 ± 0.0361 | 0.8625 ± 0.0090 "
+        "| 9.0 | 0.8 |",
+        "| FedAvg | 3 | 0.9200 ± 0.0361 | 0.9300 ± 0.0361 | 0.9567 ± 0.0115 | 0.8325 ± 0.0090 "
+        "| 6.0 | 0.8 |",
     ]
     assert re.fullmatch(r"\| -+ \|( -+: \|){7}", lines[1])
     assert len({len(line) for line in lines[:4]}) == 1
     assert "over the seeds 0, 1, 2, after 3 rounds" in lines[5]
+    both = render.to_markdown(tables)
+    assert both.startswith("### toy\n")
+    assert re.search(r"\| FedAvg +\| +3 \| 2.0 ± 0.0 \| 4.0 ± 0.0 \| 0.5 ± 0.0 \|", both)
+
+
+def test_latex_is_booktabs_with_its_letters_escaped(tmp_path: Path) -> None:
+    text = render.latex_table(["a_b", "50 %"], [["x & y", "1 ± 2"], ["{z}^", "-"]])
+    assert text.splitlines() == [
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"a\_b & 50 \% \\",
+        r"\midrule",
+        r"x \& y & 1 $\pm$ 2 \\",
+        r"\{z\}\textasciicircum{} & - \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    whole = render.to_latex(render.grids(summary.summarise(example(tmp_path))))
+    assert whole.startswith("% needs \\usepackage{booktabs}\n\\begin{table}\n")
+    assert r"\caption{toy. Mean $\pm$ sample standard deviation" in whole
+    assert r"FedMuon & 3 & 0.9300 $\pm$ 0.0361" in whole
 
 
 def test_csv_has_full_precision(tmp_path: Path) -> None:
-    rows = tables.summarise(example(tmp_path))
-    (fedmuon, fedavg) = csv.DictReader(tables.to_csv(rows).splitlines())
+    table = summary.summarise(example(tmp_path))
+    (fedmuon, fedavg) = csv.DictReader(render.to_csv(table).splitlines())
     assert fedmuon["method"] == "fedmuon"
-    assert float(fedavg["test_acc_sd"]) == rows[1].test.sd
-    assert fedavg["test_acc_n"] == "3"
+    assert float(fedavg["test_sd"]) == table["test_sd"][1]
+    assert fedavg["test_n"] == "3"
     assert fedavg["seeds"] == "0 1 2"
+
+
+def test_names_are_as_in_papers() -> None:
+    assert names.display_name("local_muon") == "Local Muon"
+    assert names.display_name("mine@lr=0.1,b=2") == "mine (lr=0.1, b=2)"
+
+
+# -- paired differences -----------------------------------------------------------------------
+
+
+def paired_table(values: dict[str, list[float]]) -> object:
+    import pandas as pd
+
+    return pd.DataFrame(
+        {"experiment": "toy", "method": method, "seed": seed, "test": value}
+        for method, own in values.items()
+        for seed, value in enumerate(own)
+    )
+
+
+def test_a_paired_interval_is_students() -> None:
+    # With two degrees of freedom F(t) = 1/2 + t / (2 sqrt(2 + t^2)), so that the 95 % quantile is
+    # 0.95 sqrt(2 / (1 - 0.95^2)) and p = 1 - |t| / sqrt(2 + t^2).
+    ds = [0.02, 0.03, 0.07]
+    base = [0.5, 0.9, 0.7]  # what a seed does to both cancels
+    table = paired_table({"a": [x + d for x, d in zip(base, ds, strict=True)], "b": base})
+    (row,) = paired.paired_differences(table).itertuples()
+    mean, sd = sum(ds) / 3, statistics.stdev(ds)
+    t = mean / (sd / math.sqrt(3))
+    half = 0.95 * math.sqrt(2 / (1 - 0.95**2)) * sd / math.sqrt(3)
+    assert (row.method, row.other, row.n, row.reason) == ("a", "b", 3, "")
+    assert row.mean == pytest.approx(mean, abs=1e-12)
+    assert (row.low, row.high) == pytest.approx((mean - half, mean + half), abs=1e-10)
+    assert row.t == pytest.approx(t, abs=1e-9)
+    assert row.p == pytest.approx(1 - t / math.sqrt(2 + t * t), abs=1e-10)
+    assert row.p_holm == row.p
+    assert not row.significant
+    # One degree of freedom: p = 1 - 2/pi arctan |t|.
+    table = paired_table({"a": [0.5, 0.6], "b": [0.45, 0.4]})
+    (row,) = paired.paired_differences(table).itertuples()
+    assert row.t == pytest.approx(0.125 / 0.075)
+    assert row.p == pytest.approx(1 - 2 / math.pi * math.atan(row.t), abs=1e-10)
+
+
+def test_holm_steps_down() -> None:
+    # 0.01 x 4, 0.02 x 3, 0.03 x 2, 0.04 x 1; none below the one before it.
+    assert paired.holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert paired.holm([0.6, 0.7]) == [1.0, 1.0]
+    adjusted = paired.holm([math.nan, 0.02])
+    assert math.isnan(adjusted[0])
+    assert adjusted[1] == 0.02
+    assert paired.holm([]) == []
+
+
+def test_only_what_can_be_tested_is() -> None:
+    import pandas as pd
+
+    def reason(a: list[float], b: list[float]) -> str:
+        (row,) = paired.paired_differences(paired_table({"a": a, "b": b})).itertuples()
+        assert math.isnan(row.p)
+        assert not row.significant
+        return str(row.reason)
+
+    assert reason([0.5], [0.4]) == "one seed in common"
+    assert reason([0.5, 0.6], [0.4, 0.5]) == "the same difference in every seed"
+    assert reason([0.5, 0.6], [0.5, 0.6]) == "no difference in every seed"
+    assert reason([0.5, 0.6], [0.5, math.inf]) == "a seed has no finite value"
+    assert reason([0.5, 0.6], [0.5, math.nan]) == "a seed has no finite value"
+    table = paired_table({"a": [0.5, 0.6], "b": [0.4, 0.3]})
+    table.loc[table["method"] == "b", "seed"] += 5
+    (row,) = paired.paired_differences(table).itertuples()
+    assert (row.n, row.reason) == (0, "no seed in common")
+    assert paired.paired_differences(pd.DataFrame(table[:0])).empty
+
+
+def test_runs_under_other_conditions_are_not_compared_silently(tmp_path: Path) -> None:
+    for seed, acc in enumerate((0.5, 0.7, 0.6)):
+        write_run(tmp_path, "fedavg", seed, [acc])
+        write_run(tmp_path, "fedmuon", seed, [acc + 0.1 * seed + 0.1])
+        write_run(tmp_path, "scaffold", seed, [acc**2], config={"data.batch_size": 64})
+        folder = write_run(tmp_path, "fedadam", seed, [acc**3])
+        (folder / "config.yaml").unlink()
+    pairs = paired.paired_differences(summary.run_table(runs.read_runs([tmp_path])[0]))
+    reasons = {frozenset((row.method, row.other)): row.reason for row in pairs.itertuples()}
+    assert reasons[frozenset(("fedavg", "fedmuon"))] == ""
+    other = "not the same data, cohort or budget"
+    assert reasons[frozenset(("fedavg", "scaffold"))] == other
+    assert reasons[frozenset(("fedmuon", "scaffold"))] == other
+    assert reasons[frozenset(("fedavg", "fedadam"))] == other
+    assert pairs[pairs["reason"] == other]["mean"].isna().all()
+    said = paired.statements(pairs, "test acc")
+    assert f"Not tested ({other}): " in said[-1]
+    for name in ("fedmuon", "fedavg"):
+        for seed in range(3):
+            (tmp_path / f"toy/{name}-s{seed}/config.yaml").unlink()
+    pairs = paired.paired_differences(summary.run_table(runs.read_runs([tmp_path])[0]))
+    assert "no config.yaml to tell whether they compare" in set(pairs["reason"])
+
+
+def test_what_is_significant_is_said_in_words() -> None:
+    steady = {
+        "fedmuon": [0.901, 0.902, 0.903],
+        "fedavg": [0.8, 0.802, 0.801],
+        "scaffold": [0.8, 0.799, 0.803],
+    }
+    pairs = paired.paired_differences(paired_table(steady))
+    lines = paired.statements(pairs, "test acc")
+    assert lines[0] == (
+        "test acc, at the 5 % level over 3 pairs (paired t, Holm): FedMuon is better than FedAvg "
+        "and SCAFFOLD."
+    )
+    assert lines[1] == "Not significant: FedAvg and SCAFFOLD."
+    assert lines[2].startswith("3 seeds are few (2 degrees of freedom): only large and steady")
+    lower = paired.statements(pairs, "test loss", high=False)[0]
+    assert "FedAvg is better than FedMuon; SCAFFOLD is better than FedMuon." in lower
+    noisy = paired_table({"a": [0.5, 0.9, 0.1, 0.4, 0.6], "b": [0.6, 0.5, 0.4, 0.4, 0.7]})
+    (line,) = paired.statements(paired.paired_differences(noisy), "test acc")
+    assert line.endswith("no difference is significant.")
+    alone = paired.statements(paired.paired_differences(paired_table({"a": [1], "b": [0]})), "x")
+    assert alone[-1] == "One seed cannot tell a difference from luck: run more seeds."
+    assert paired.statements(pairs[:0], "x") == []
+
+
+def test_one_reference_needs_less_adjustment() -> None:
+    values = {"a": [0.5, 0.61, 0.7], "b": [0.4, 0.5, 0.62], "c": [0.3, 0.42, 0.5]}
+    table = paired_table(values)
+    pairs = paired.paired_differences(table, against="c")
+    assert list(zip(pairs["method"], pairs["other"], strict=True)) == [("a", "c"), ("b", "c")]
+    assert (pairs["p_holm"] <= 2 * pairs["p"] + 1e-12).all()
+    with pytest.raises(ConfigError, match="no method d among a, b, c"):
+        paired.paired_differences(table, against="d")
 
 
 # -- choosing ---------------------------------------------------------------------------------
@@ -854,7 +1050,7 @@ def test_the_best_point_is_of_the_mean_over_all_seeds(here: Path) -> None:
         },
     )
     read = runs.read_runs([here / "runs"])[0]
-    fedavg, scaffold = tables.best_points(planned, read, toy.choose)
+    fedavg, scaffold = grid.best_points(planned, read, toy.choose)
     assert fedavg.best is not None
     assert fedavg.best.point == {LR: 0.1}
     assert fedavg.best.score == pytest.approx(0.75)
@@ -863,14 +1059,14 @@ def test_the_best_point_is_of_the_mean_over_all_seeds(here: Path) -> None:
     assert scaffold.best is not None
     assert scaffold.best.point == {LR: 0.01}  # the first of equals
     assert scaffold.edges == (LR,)
-    best_round, _ = tables.best_points(planned, read, plan.Choose(at="best"))
+    best_round, _ = grid.best_points(planned, read, plan.Choose(at="best"))
     assert best_round.best is not None
     assert best_round.best.point == {LR: 0.01}
-    lowest, _ = tables.best_points(planned, read, plan.Choose(mode="min"))
+    lowest, _ = grid.best_points(planned, read, plan.Choose(mode="min"))
     assert lowest.best is not None
     assert lowest.best.point == {LR: 0.01}
 
-    record = tables.grid_markdown([fedavg, scaffold], toy)
+    record = grid.grid_markdown([fedavg, scaffold], toy)
     assert "| **lr 0.1**" in record
     assert re.search(r"lr 1.0 +\| +0.9900 \(1/2\) \|", record)
     assert "SCAFFOLD on toy: the best lr is at the edge of its grid" in record
@@ -882,8 +1078,8 @@ def test_tuned_files_are_nested_yaml_with_their_history(here: Path) -> None:
         seeds=[0, 1],
     )
     planned = write_grid(here / "runs", toy, {"fedadam@lr=1,tau=0.001-s0": [0.8, 0.9]})
-    results = tables.best_points(planned, runs.read_runs([here / "runs"])[0], toy.choose)
-    written = tables.write_tuned(results, toy, "configs/tuned")
+    results = grid.best_points(planned, runs.read_runs([here / "runs"])[0], toy.choose)
+    written = grid.write_tuned(results, toy, "configs/tuned")
     assert written == [Path("configs/tuned/toy/fedadam.yaml"), Path("configs/tuned/toy/grid.md")]
     text = written[0].read_text()
     assert yaml.safe_load(text) == {"model": {"algorithm": {"init_args": {"lr": 1, "tau": 0.001}}}}
@@ -937,12 +1133,13 @@ def test_pictures_are_written_and_not_blank(tmp_path: Path) -> None:
 
     synthetic(tmp_path, rounds=6, seeds=2)
     read = runs.read_runs([tmp_path])[0]
-    png, pdf = figures.draw_curves(read, tmp_path / "out/curves")
+    png, pdf, svg = figures.draw_curves(read, tmp_path / "out/curves")
     assert pdf.read_bytes().startswith(b"%PDF")
+    assert "FedMuon</text>" in svg.read_text()  # text stays text
     picture = imread(png)[..., :3]
     assert picture.shape[1] > 1000
     for method in METHODS:
-        colour = [int(figures.method_style(method)[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        colour = [int(style.method_style(method)[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
         assert (abs(picture - colour).max(axis=-1) < 0.02).sum() > 100, method
     figures.draw_curves(read[:1], tmp_path / "out/one", band="sd", metric="loss")
     with pytest.raises(ValueError, match="no run has val/ppl or test/ppl"):
@@ -950,15 +1147,15 @@ def test_pictures_are_written_and_not_blank(tmp_path: Path) -> None:
 
 
 def test_a_colour_belongs_to_a_name() -> None:
-    fixed = {figures.method_style(method) for method in METHODS}
+    fixed = {style.method_style(method) for method in METHODS}
     assert len(fixed) == len(METHODS)
-    assert figures.method_style("fedmuon") == ("#D55E00", "-")
-    assert figures.method_style("mine") == figures.method_style("mine")
-    assert figures.method_style("mine")[1] != "-"
+    assert style.method_style("fedmuon") == ("#D55E00", "-")
+    assert style.method_style("mine") == style.method_style("mine")
+    assert style.method_style("mine")[1] != "-"
     many = [f"method{i}" for i in range(12)]
-    styles = figures._distinct_styles(many)
-    assert len({repr(style) for style in styles.values()}) == len(many)
-    assert all(styles[name][0] == figures.method_style(name)[0] for name in many)
+    styles = style.distinct_styles(many)
+    assert len({repr(look) for look in styles.values()}) == len(many)
+    assert all(styles[name][0] == style.method_style(name)[0] for name in many)
 
 
 # -- commands ---------------------------------------------------------------------------------
@@ -975,11 +1172,14 @@ def test_sweep_shows_and_writes_the_comparison(
     assert "✓ toy/fedmuon-s1" in output
     assert "round 4/4" in output
     assert "TensorBoard: tensorboard --logdir runs/other" in output
-    assert "Curves:      runs/toy/compare/curves.png" in output
+    assert "Tables and curves: runs/toy/compare" in output
     for experiment in ("toy", "other"):
         folder = here / "runs" / experiment / "compare"
-        names = {path.name for path in folder.iterdir()}
-        assert names == {"table.md", "table.csv", "curves.png", "curves.pdf"}
+        found = {path.name for path in folder.iterdir()}
+        assert found == {
+            *("table.md", "table.tex", "table.csv", "runs.csv", "pairs.csv"),
+            *("curves.png", "curves.pdf", "curves.svg"),
+        }
         assert "| FedMuon |" in (folder / "table.md").read_text()
     assert sweep_main(["mine"]) == 0
     assert capsys.readouterr().out.count("already finished") == 8
@@ -1090,7 +1290,7 @@ def test_compare_prints_writes_and_fills_a_section(
     args = [str(tmp_path / "toy"), "-o", str(tmp_path / "out"), "--target", "0.2"]
     assert compare_main([*args, "--markdown", str(readme), "--section", "a"]) == 0
     captured = capsys.readouterr()
-    assert "rounds to 0.2" in captured.out
+    assert "toy: to val acc 0.2" in captured.out
     assert "fedprox-s0: not finished: it has 1 of 1 rounds" in captured.err
     assert (tmp_path / "out/curves.png").stat().st_size > 10_000
     text = readme.read_text()
@@ -1099,6 +1299,46 @@ def test_compare_prints_writes_and_fills_a_section(
     assert text.endswith("between\n<!-- results:b -->\nkept\n<!-- /results -->\nafter\n")
     assert compare_main([*args, "--markdown", str(readme), "--section", "a"]) == 0
     assert readme.read_text() == text
+
+
+@pytest.mark.parametrize("form", ["markdown", "latex", "csv"])
+def test_standard_output_is_the_format_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    example(tmp_path)
+    write_run(tmp_path, "fedprox", 0, [0.1], done=False)
+    args = [str(tmp_path), "--format", form, "--against", "fedavg", "-o", str(tmp_path / "out")]
+    assert compare_main(args) == 0
+    captured = capsys.readouterr()
+    assert "left out " in captured.err
+    assert "Tables and curves: " in captured.err
+    if form == "csv":
+        assert len(list(csv.DictReader(captured.out.splitlines()))) == 3 - 1
+        assert "Not tested (the same difference in every seed)" in captured.err
+    elif form == "latex":
+        assert captured.out.count(r"\begin{tabular}") == 2
+        assert "% Not tested (the same difference in every seed): FedMuon and FedAvg." in (
+            captured.out
+        )
+    else:
+        assert "| FedMuon − FedAvg |" in captured.out  # noqa: RUF001
+        assert "the same difference in every seed |" in captured.out
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"table.tex", "runs.csv", "pairs.csv"} <= written
+    with (tmp_path / "out/runs.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 6
+
+
+def test_settings_are_only_those_that_differ(tmp_path: Path) -> None:
+    write_run(tmp_path, "fedavg", 0, [0.1])
+    write_run(tmp_path, "fedavg", 1, [0.1], config={"data.batch_size": 64})
+    write_run(tmp_path, "fedmuon", 0, [0.1], config={"model.algorithm.init_args": {"alpha": 0.5}})
+    table = differences.settings(runs.read_runs([tmp_path])[0])
+    assert table.to_dict("index") == {
+        "data.batch_size": {"fedavg": "32 | 64", "fedmuon": "32"},
+        LR: {"fedavg": "0.1", "fedmuon": ""},
+        "model.algorithm.init_args.alpha": {"fedavg": "", "fedmuon": "0.5"},
+    }
 
 
 def test_compare_says_what_is_not_fair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1136,6 +1376,8 @@ def test_several_experiments_are_several_tables(
         (["{}/r", "--markdown", "{}/b.md", "--section", "x"], "no <!-- /results --> after"),
         (["{}/r", "--markdown", "{}/c.md", "--section", "x"], "c.md: No such file or directory"),
         (["{}/r", "--metric", "f1"], "no run has val/f1 or test/f1"),
+        (["{}/r", "--against", "fedx"], "there is no method fedx among fedavg"),
+        (["{}/r", "--format", "word"], "argument --format: invalid choice: 'word'"),
     ],
 )
 def test_a_bad_compare_command_gets_one_sentence(
@@ -1162,7 +1404,7 @@ def test_the_live_view_shows_what_runs(here: Path) -> None:
 
     planned = make_plan(seeds=[0, 1]).runs("runs")
     console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
-    with commands._View(console, planned, "val/acc") as view:
+    with SweepView(console, planned, "val/acc") as view:
         view(execution.Event("started", planned[0]))
         view(execution.Event("progress", planned[0], 2, 0.5))
         with console.capture() as capture:
@@ -1181,7 +1423,7 @@ def test_the_live_view_shows_what_runs(here: Path) -> None:
 
 def test_starting_needs_neither_torch_nor_pandas_nor_matplotlib() -> None:
     code = (
-        "import sys, fedmuon_pl.compare.commands\n"
+        "import sys, fedmuon_pl.compare.sweep_command, fedmuon_pl.compare.compare_command\n"
         "heavy = {'torch', 'pytorch_lightning', 'pandas', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )

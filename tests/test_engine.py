@@ -20,11 +20,14 @@ from fedmuon_pl import (
     IID,
     Classification,
     FedAdam,
+    FedAdamW,
     FedAvg,
     FederatedModule,
     FederatedServer,
     FedMuon,
+    FedMuonLMO,
     LocalMuon,
+    MuLoCo,
     Scaffold,
     SklearnDigits,
     Task,
@@ -47,6 +50,9 @@ METHODS = {
     "fedavg-rmsprop": lambda: FedAvg(0.01, RMSprop),
     "fedmuon": lambda: FedMuon(0.05, 0.02),
     "scaffold": lambda: Scaffold(0.1),
+    "fedmuon_lmo": lambda: FedMuonLMO(0.05),
+    "muloco": lambda: MuLoCo(0.05),
+    "fedadamw": lambda: FedAdamW(0.02),
 }
 
 

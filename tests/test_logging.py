@@ -5,6 +5,7 @@ import json
 import math
 import re
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,15 +31,22 @@ from fedmuon_pl import (
     Classification,
     FedACG,
     FedAdam,
+    FedAdamW,
     FedAvg,
     FedCM,
     FedDyn,
     FederatedModule,
+    FedLADA,
     FedMuon,
+    FedMuonLMO,
     FedNova,
     FedProx,
     LocalMuon,
+    Mime,
+    MimeLite,
+    MuLoCo,
     Scaffold,
+    ServerMuon,
 )
 from fedmuon_pl.cli import main
 from fedmuon_pl.data.digits import SklearnDigits
@@ -205,7 +213,8 @@ def test_another_logger_keeps_the_run_in_its_folder(tmp_path):
     flags = ("--trainer.logger", logger, "--trainer.logger.save_dir", str(tmp_path / "elsewhere"))
     folder = fit("scaffold", tmp_path, *flags, rounds=1)
     there = {p.name for p in folder.iterdir()}
-    assert there == {"checkpoints", "client_state", "config.yaml", "done", "metrics.csv"}
+    written = {"config.yaml", "environment.json", "metrics.csv"}
+    assert there == {"checkpoints", "client_state", "done", *written}
 
 
 def test_metrics_file_is_whole_at_any_time(tmp_path):
@@ -301,15 +310,34 @@ def tiny_data(clients=4, dtype=torch.float32):
         (partial(FedMuon, 0.1, align_rest=False), 49 + 42, 49 + 42 + 42),
         (partial(FedMuon, 0.1, alpha=0.0), 49 + 42, 49 + 42),
         (partial(FedMuon, 0.1, average_momentum=False), 49, 98),
+        # Rank 1 of 2 x 9 and of 3 x 8: 2 + 1 + 9 and 3 + 1 + 8 numbers, both ways.
+        (partial(FedMuon, 0.1, momentum_ratio=0.3), 49 + 24, 98 + 24),
+        (partial(FedMuon, 0.1, momentum_ratio=0.3, error_feedback=True), 49 + 24, 98 + 24),
+        (partial(FedMuon, 0.1, momentum_ratio=1.0), 49 + 42, 98 + 42),
         (partial(FedProx, 0.1), 49, 49),
         (partial(FedDyn, 0.1), 49, 49),  # h stays on the server, l_i with the client
         (partial(FedNova, 0.1), 49, 49),  # K_i is known to the server
         (partial(FedCM, 0.1), 49, 98),  # Delta down
         (partial(FedACG, 0.1), 49, 49),  # the look-ahead point in the place of x
+        (partial(Scaffold, 0.1, option="I"), 98, 98),
+        (partial(Mime, 0.1), 98, 147),  # the full gradient up; m and the mean gradient down
+        (partial(MimeLite, 0.1), 98, 98),
+        (partial(FedMuonLMO, 0.1), 98, 98),  # the change of C_i up, C down
+        (partial(ServerMuon, 0.1), 49, 49),
+        (partial(MuLoCo, 0.1), 49, 49),  # the inner state stays with the client
+        (partial(FedLADA, 0.1), 98, 147),  # v up; g_a and vbar down
+        (partial(FedLADA, 0.1, alpha=1.0), 98, 98),
+        # A mean of v for each of five tensors; Delta, the means and d, of 8 bytes, down.
+        (partial(FedAdamW, 0.1), 49 + 5, 98 + 5 + 2),
+        (partial(FedAdamW, 0.1, second_moment="full"), 98, 147 + 2),
+        (partial(FedAdamW, 0.1, alpha=0.0), 49 + 5, 49 + 5 + 2),
     ],
     ids=[
         *("fedavg", "fedadam", "local_muon", "scaffold", "fedmuon", "matrices", "no_pull", "no_m"),
-        *("fedprox", "feddyn", "fednova", "fedcm", "fedacg"),
+        *("lowrank", "feedback", "ratio_1"),
+        *("fedprox", "feddyn", "fednova", "fedcm", "fedacg", "scaffold_i", "mime", "mimelite"),
+        *("fedmuon_lmo", "server_muon", "muloco", "fedlada", "fedlada-no-direction"),
+        *("fedadamw", "fedadamw-full", "fedadamw-no-pull"),
     ],
 )
 def test_bytes_with_batchnorm(algorithm, up, down, at_once, tmp_path):
@@ -329,6 +357,29 @@ def test_bytes_with_batchnorm(algorithm, up, down, at_once, tmp_path):
         assert row["comm/up_mb"] == pytest.approx(sent / 1e6, rel=1e-12)
         assert row["comm/down_mb"] == pytest.approx(received / 1e6, rel=1e-12)
         assert row["comm/total_mb"] == pytest.approx((r + 1) * (sent + received) / 1e6, rel=1e-12)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_bytes_of_a_direction_that_is_not_sent(at_once, tmp_path):
+    recorder, _ = federate(
+        FedMuon(0.1, send_direction=False),
+        tiny_data(),
+        tmp_path,
+        network=Normed,
+        rounds=4,
+        cohort=2,
+        clients_at_once=at_once,
+        trainer_kwargs={"precision": "32-true"},
+    )
+    buffers = 4 * (2 + 2) + 8
+    cohorts = [set(members) for members in recorder.rounds]
+    # x^{r-1} goes to those who were not there to get it, and to nobody in round 0.
+    missed = [0, *(len(now - last) for last, now in pairwise(cohorts))]
+    assert len(set(missed)) > 1
+    for behind, row in zip(missed, recorder.report, strict=True):
+        received = 2 * (4 * (49 + 42) + buffers) + behind * 4 * 49
+        assert row["comm/down_mb"] == pytest.approx(received / 1e6, rel=1e-12)
+        assert row["comm/up_mb"] == pytest.approx(2 * (4 * (49 + 42) + buffers) / 1e6, rel=1e-12)
 
 
 # -- diagnostics ---------------------------------------------------------------

@@ -11,19 +11,29 @@ import torch
 from federation import TinyNet, federate
 
 from fedmuon_pl import (
+    SOAP,
+    AdamW,
     FedACG,
     FedAdagrad,
     FedAdam,
+    FedAdamW,
     FedAvg,
     FedAvgM,
     FedCM,
     FedDyn,
+    FedLADA,
     FedMuon,
+    FedMuonLMO,
     FedNova,
+    FedPAC,
     FedProx,
     FedYogi,
     LocalMuon,
+    Mime,
+    MimeLite,
+    MuLoCo,
     Scaffold,
+    ServerMuon,
 )
 from fedmuon_pl.schedules import Cosine
 
@@ -31,6 +41,18 @@ SGD = torch.optim.SGD
 X0, GRADIENT, DATA = reference.tiny_problem()
 NEWTON_SCHULZ = reference.newton_schulz
 MUON = {"lr": 0.05, "rest_lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-10}
+# The 8 inputs of the last layer are more than a few batches span: the basis of what they leave out
+# would be anyone's. So would be the sign of what is 0 but for rounding, with a small eps.
+SOAPS = {"eps": 1e-4, "precondition_frequency": 2, "max_precond_dim": 4}
+MULOCO = {
+    "lr": 0.05,
+    "beta": 0.9,
+    "nesterov": False,
+    "scale": "operator",
+    "betas": (0.9, 0.99),
+    "outer_lr": 0.9,
+    "outer_momentum": 0.8,
+}
 
 
 def muon(kind=FedMuon, **kwargs):
@@ -112,6 +134,29 @@ METHODS = {
         {"lr": 0.2, "server_lr": 0.6, "population": 5},
         {"control_variates.c": "c"},
     ),
+    "scaffold-option-i": (
+        partial(Scaffold, 0.2, option="I"),
+        reference.scaffold,
+        {"lr": 0.2, "population": 5, "data": DATA},
+        {"control_variates.c": "c"},
+    ),
+    "mime": (
+        partial(Mime, 0.3, beta=0.8, weight_decay=0.05),
+        reference.mime,
+        {"data": DATA, "lr": 0.3, "beta": 0.8, "weight_decay": 0.05},
+        {"global_momentum.momentum": "momentum"},
+    ),
+    "mime-classic": (
+        partial(Mime, 0.1, momentum_form="classic", server=partial(SGD, lr=0.7)),
+        reference.mime,
+        {"data": DATA, "lr": 0.1, "ema": False, "server_lr": 0.7},
+    ),
+    "mimelite": (
+        partial(MimeLite, 0.3, weight_decay=0.05),
+        reference.mimelite,
+        {"data": DATA, "lr": 0.3, "weight_decay": 0.05},
+        {"global_momentum.momentum": "momentum"},
+    ),
     "local_muon": (muon(LocalMuon), reference.local_muon, MUON),
     "local_muon-decay": (
         muon(LocalMuon, weight_decay=0.1, momentum_form="ema", nesterov=True, scale="rms"),
@@ -122,7 +167,7 @@ METHODS = {
         muon(),
         reference.fedmuon,
         MUON,
-        {"alignment.delta_g": "delta_g", "momentum_averaging.momentum": "momentum"},
+        {"alignment.delta_g": "delta_g", "state_averaging.momentum_buffer": "momentum"},
     ),
     "fedmuon-newton-schulz": (
         muon(orthogonalizer="newton_schulz"),
@@ -161,12 +206,288 @@ METHODS = {
         muon(orthogonalizer="none"),
         reference.fedmuon,
         {**MUON, "orthogonalize": lambda m: m},
-        {"alignment.delta_g": "delta_g", "momentum_averaging.momentum": "momentum"},
+        {"alignment.delta_g": "delta_g", "state_averaging.momentum_buffer": "momentum"},
+    ),
+    "fedmuon-low-rank": (
+        muon(momentum_ratio=0.3, weight_decay=0.1),
+        reference.fedmuon,
+        {**MUON, "ratio": 0.3, "weight_decay": 0.1},
+    ),
+    "fedmuon-low-rank-feedback": (
+        muon(momentum_ratio=0.3, error_feedback=True),
+        reference.fedmuon,
+        {**MUON, "ratio": 0.3, "error_feedback": True},
+    ),
+    "fedmuon-rest-sgd": (
+        muon(
+            weight_decay=0.1,
+            rest_lr=0.1,
+            rest_optimizer=partial(SGD, momentum=0.8, weight_decay=0.05),
+        ),
+        reference.fedmuon,
+        {**MUON, "rest_lr": 0.1, "weight_decay": 0.1, "rest_sgd": (0.8, 0.05)},
     ),
     "fedmuon-head-in-rest": (
         muon(rest_patterns=["^fc"]),
         reference.fedmuon,
         {**MUON, "matrix": lambda name, p: p.ndim >= 2 and not name.startswith("fc")},
+    ),
+    "fedpac_adamw": (
+        partial(FedPAC, 0.02, partial(AdamW, weight_decay=0.1)),
+        reference.fedpac,
+        {
+            "lr": 0.02,
+            "optimizer": reference.adam(),
+            "averaged": ("v",),
+            "weight_decay": 0.1,
+        },
+        {"alignment.delta_g": "delta_g", "state_averaging.exp_avg_sq": "v"},
+    ),
+    "fedpac-server-lr": (
+        # Without a large eps, m over a v that has seen one gradient knows no bound.
+        partial(FedPAC, 0.02, partial(AdamW, eps=0.1), 0.3, ["exp_avg"], partial(SGD, lr=0.7)),
+        reference.fedpac,
+        {
+            "lr": 0.02,
+            "optimizer": reference.adam(eps=0.1),
+            "averaged": ("m",),
+            "alpha": 0.3,
+            "weight_decay": 0.01,
+            "server_lr": 0.7,
+        },
+        {"state_averaging.exp_avg": "m"},
+    ),
+    "aligned_adamw": (
+        partial(FedPAC, 0.02, averaged=["exp_avg", "exp_avg_sq"]),
+        reference.fedpac,
+        {
+            "lr": 0.02,
+            "optimizer": reference.adam(),
+            "averaged": ("m", "v"),
+            "weight_decay": 0.01,
+        },
+        {"state_averaging.exp_avg": "m", "state_averaging.exp_avg_sq": "v"},
+    ),
+    "aligned_sgd": (
+        partial(FedPAC, 0.1, partial(SGD, momentum=0.95), averaged=["momentum_buffer"]),
+        reference.fedpac,
+        {"lr": 0.1, "optimizer": reference.heavy_ball(0.95), "averaged": ("momentum",)},
+        {"alignment.delta_g": "delta_g", "state_averaging.momentum_buffer": "momentum"},
+    ),
+    "local_soap": (
+        partial(FedAvg, 0.01, partial(SOAP, **SOAPS, weight_decay=0.1)),
+        reference.fedpac,
+        {
+            "lr": 0.01,
+            "optimizer": reference.soap(eps=1e-4, frequency=2, longest=4),
+            "averaged": (),
+            "alpha": 0.0,
+            "weight_decay": 0.1,
+        },
+    ),
+    "local-soap-at-once": (
+        partial(FedAvg, 0.01, partial(SOAP, **SOAPS, weight_decay=0, skip_first=False)),
+        reference.fedpac,
+        {
+            "lr": 0.01,
+            "optimizer": reference.soap(eps=1e-4, frequency=2, longest=4, skip_first=False),
+            "averaged": (),
+            "alpha": 0.0,
+        },
+    ),
+    "fedpac_soap": (
+        partial(FedPAC, 0.01, partial(SOAP, **SOAPS), averaged=["gram"]),
+        reference.fedpac,
+        {
+            "lr": 0.01,
+            "optimizer": reference.soap(eps=1e-4, frequency=2, longest=4),
+            "averaged": ("gram",),
+            "weight_decay": 0.01,
+        },
+        {"alignment.delta_g": "delta_g"},
+    ),
+    "fedpac-soap-at-once": (
+        partial(
+            FedPAC,
+            0.01,
+            partial(SOAP, **SOAPS, skip_first=False, betas=(0.9, 0.8)),
+            averaged=["gram"],
+            server=partial(SGD, lr=0.7),
+        ),
+        reference.fedpac,
+        {
+            "lr": 0.01,
+            "optimizer": reference.soap(
+                (0.9, 0.8), eps=1e-4, frequency=2, longest=4, skip_first=False
+            ),
+            "averaged": ("gram",),
+            "weight_decay": 0.01,
+            "server_lr": 0.7,
+        },
+    ),
+    "fedmuon_lmo": (
+        partial(FedMuonLMO, 0.05, alpha=0.3, orthogonalizer="svd"),
+        reference.fedmuon_lmo,
+        {"lr": 0.05, "alpha": 0.3, "population": 5},
+        {"momentum_variates.c": "c"},
+    ),
+    "fedmuon_lmo-options": (
+        partial(
+            FedMuonLMO,
+            0.05,
+            alpha=0.9,
+            keep_momentum=False,
+            server_lr=0.8,
+            scale="operator",
+            rest_patterns=["^fc"],
+        ),
+        reference.fedmuon_lmo,
+        {
+            "lr": 0.05,
+            "alpha": 0.9,
+            "population": 5,
+            "keep_momentum": False,
+            "server_lr": 0.8,
+            "orthogonalize": NEWTON_SCHULZ,
+            "scale": "operator",
+            "matrix": lambda name, p: p.ndim >= 2 and not name.startswith("fc"),
+        },
+    ),
+    "fedmuon_lmo-no-iteration": (
+        partial(FedMuonLMO, 0.05, ns_steps=0),
+        reference.fedmuon_lmo,
+        {"lr": 0.05, "population": 5, "orthogonalize": partial(NEWTON_SCHULZ, steps=0)},
+    ),
+    "server_muon": (
+        partial(ServerMuon, 0.3, server_lr=0.2, rest_server_lr=0.7, orthogonalizer="svd"),
+        reference.server_muon,
+        {"lr": 0.3, "server_lr": 0.2, "rest_server_lr": 0.7, "beta": 0.9, "rest_beta": 0.0},
+    ),
+    "server_muon-options": (
+        partial(
+            ServerMuon,
+            0.2,
+            server_lr=0.1,
+            rest_server_lr=0.4,
+            beta=0.8,
+            nesterov=True,
+            scale="rms",
+            weight_decay=0.1,
+            rest=partial(SGD, momentum=0.8, nesterov=True),
+            optimizer=partial(SGD, momentum=0.5),
+        ),
+        reference.server_muon,
+        {
+            "lr": 0.2,
+            "server_lr": 0.1,
+            "rest_server_lr": 0.4,
+            "beta": 0.8,
+            "nesterov": True,
+            "scale": "rms",
+            "server_decay": 0.1,
+            "orthogonalize": NEWTON_SCHULZ,
+            "momentum": 0.5,
+        },
+    ),
+    "server_muon-adamw": (
+        partial(
+            ServerMuon,
+            0.3,
+            rest_server_lr=0.02,
+            momentum_form="ema",
+            rest=partial(torch.optim.AdamW, betas=(0.8, 0.9), weight_decay=0.0),
+            orthogonalizer="svd",
+        ),
+        reference.server_muon,
+        {
+            "lr": 0.3,
+            "server_lr": 0.05,
+            "rest_server_lr": 0.02,
+            "beta": 0.9,
+            "ema": True,
+            "rest_betas": (0.8, 0.9),
+        },
+    ),
+    "muloco": (
+        partial(MuLoCo, 0.05, orthogonalizer="svd"),
+        reference.muloco,
+        {**MULOCO, "rest_lr": 0.05},
+    ),
+    "muloco-options": (
+        partial(
+            MuLoCo,
+            0.05,
+            0.02,
+            beta=0.8,
+            nesterov=True,
+            momentum_form="ema",
+            scale="rms",
+            weight_decay=0.1,
+            server_lr=0.7,
+            server_momentum=0.5,
+            server_nesterov=False,
+        ),
+        reference.muloco,
+        {
+            **MULOCO,
+            "rest_lr": 0.02,
+            "beta": 0.8,
+            "nesterov": True,
+            "ema": True,
+            "scale": "rms",
+            "weight_decay": 0.1,
+            "orthogonalize": NEWTON_SCHULZ,
+            "outer_lr": 0.7,
+            "outer_momentum": 0.5,
+            "outer_nesterov": False,
+        },
+    ),
+    "muloco-stateless": (
+        partial(MuLoCo, 0.05, orthogonalizer="svd", keep_state=False),
+        reference.muloco,
+        {**MULOCO, "rest_lr": 0.05, "keep_state": False},
+    ),
+    "fedlada": (
+        partial(FedLADA, 0.02, alpha=0.4),
+        reference.fedlada,
+        {"lr": 0.02, "alpha": 0.4},
+        {"alignment.delta_g": "g_a", "second_moment_averaging.v": "v"},
+    ),
+    "fedlada-adam": (
+        partial(FedLADA, 0.02, alpha=0.4, beta1=0.8, beta2=0.95, eps=1e-3, amsgrad=False),
+        reference.fedlada,
+        {"lr": 0.02, "alpha": 0.4, "betas": (0.8, 0.95), "eps": 1e-3, "amsgrad": False},
+        {"second_moment_averaging.v": "v"},
+    ),
+    "fedadamw": (
+        partial(FedAdamW, 0.02, weight_decay=0.1),
+        reference.fedadamw,
+        {"lr": 0.02, "weight_decay": 0.1},
+        {"alignment.delta_g": "delta", "carried_decay.d": "d"},
+    ),
+    "fedadamw-full": (
+        partial(
+            FedAdamW,
+            0.02,
+            alpha=0.3,
+            beta1=0.8,
+            beta2=0.9,
+            eps=1e-3,
+            weight_decay=0.1,
+            second_moment="full",
+            shrink_local=True,
+        ),
+        reference.fedadamw,
+        {
+            "lr": 0.02,
+            "alpha": 0.3,
+            "betas": (0.8, 0.9),
+            "eps": 1e-3,
+            "weight_decay": 0.1,
+            "block_mean": lambda name, v: v,
+            "shrink_local": True,
+        },
+        {"second_moment_averaging.v": "v", "carried_decay.d": "d"},
     ),
 }
 
@@ -231,6 +552,46 @@ def test_method_equals_its_reference(name, setting, tmp_path):
         for ours, reference_state in zip(recorder.state, trace.state, strict=True):
             for tensor, value in zip(ours[mine], reference_state[theirs].values(), strict=False):
                 torch.testing.assert_close(tensor, value, rtol=0, atol=1e-9)
+
+
+def test_torchs_adam_goes_on_with_its_one_count(tmp_path):
+    # Its count is a float32 number: exact for equal work.
+    averaged = ["exp_avg", "exp_avg_sq"]
+    algorithm = FedPAC(0.02, torch.optim.Adam, averaged=averaged)
+    recorder, _ = federate(algorithm, DATA, tmp_path, network=X0Net, clients_at_once=3)
+    arguments = {"optimizer": reference.adam(), "averaged": ("m", "v")}
+    trace = reference.fedpac(X0, GRADIENT, recorder.rounds, lr=0.02, **arguments)
+    for ours, theirs in zip(recorder.x, trace.x, strict=True):
+        for key in theirs:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "averaged", "message"),
+    [
+        (AdamW, ["momentum_buffer"], "no local optimiser keeps a state 'momentum_buffer'.*exp_avg"),
+        (SGD, ["momentum_buffer"], "no local optimiser keeps a state"),
+        (torch.optim.AdamW, ["exp_avg"], r"AdamW cannot start.*without \['exp_avg_sq'\]"),
+    ],
+)
+def test_states_that_cannot_be_averaged(optimizer, averaged, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        federate(FedPAC(0.02, optimizer, averaged=averaged), DATA, tmp_path, network=X0Net)
+
+
+def test_one_client_that_shares_all_states_never_stopped(tmp_path):
+    # 4 rounds of 3 steps are 12 steps of torch's AdamW on the same batches.
+    algorithm = FedPAC(0.02, alpha=0.0, averaged=["exp_avg", "exp_avg_sq"])
+    recorder, _ = federate(algorithm, {0: DATA[0]}, tmp_path, network=X0Net, cohort=1)
+    network = X0Net()
+    optimizer = torch.optim.AdamW(network.parameters(), 0.02)
+    for cohort in recorder.rounds:
+        for inputs, labels in cohort[0]:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(network(inputs), labels).backward()
+            optimizer.step()
+    for key, value in network.named_parameters():
+        torch.testing.assert_close(recorder.x[-1][key], value.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", METHODS)

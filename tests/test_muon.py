@@ -371,7 +371,10 @@ def test_copies_keep_everything():
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"momentum": -0.1}, r"momentum must be in \[0, 1\), got -0.1"),
         ({"weight_decay": -1.0}, "weight_decay must be at least 0, got -1.0"),
-        ({"scale": "max"}, "scale must be none, spectral or rms, got 'max'"),
+        (
+            {"scale": "max"},
+            "scale must be one of none, spectral, rms, operator, spectral_unflattened, got 'max'",
+        ),
     ],
 )
 def test_refuses_arguments(options, text):
@@ -420,6 +423,18 @@ def test_split_parameters():
     assert rest == ["embed.weight", "embed.bias", "scale", "head.weight"]
     assert split_parameters(NAMED, ["bias"])[1] == ["embed.bias", "scale"]
     assert split_parameters({}) == ([], [])
+
+
+def test_split_parameters_by_the_matrices_names():
+    matrices, rest = split_parameters(NAMED, (), ["conv", "^embed"])
+    assert matrices == ["embed.weight", "conv.weight"]
+    assert rest == ["embed.bias", "scale", "head.weight"]
+    # A pattern for the rest has the last word.
+    assert split_parameters(NAMED, ["^embed"], ["conv", "^embed"])[0] == ["conv.weight"]
+    with pytest.raises(ValueError, match="matrix_patterns: 'scale' is found in no name of a mat"):
+        split_parameters(NAMED, (), ["scale"])
+    with pytest.raises(ValueError, match=r"matrix_patterns: '\(conv' is no regular expression"):
+        split_parameters(NAMED, (), ["(conv"])
 
 
 def test_split_parameters_refuses():

@@ -1,6 +1,8 @@
 """Clients over processes and nodes: the number of processes changes nothing but the time."""
 
+import multiprocessing
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -51,6 +53,8 @@ def assert_equal(folder, other):
     a, b = checkpoint(folder), checkpoint(other)
     assert a["callbacks"]["FederatedServer"]["engine"].pop("processes") > 0
     assert b["callbacks"]["FederatedServer"]["engine"].pop("processes") > 0
+    for saved in (a, b):  # how many batches rank 0 has seen
+        del saved["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
     assert difference(a, b) is None
     assert rows(folder) == rows(other)
     assert len(rows(folder)) > 1
@@ -102,8 +106,6 @@ def test_a_process_may_have_no_client(alone, tmp_path):
 
 def test_two_nodes(alone, tmp_path):
     """One process on each "node", which only share the network and the folder."""
-    import multiprocessing
-
     port = str(find_free_network_port())
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     args = arguments(
@@ -140,7 +142,7 @@ class Normed(torch.nn.Module):
 
 def test_python_buffers_and_weights_by_size(tmp_path):
     """The Trainer of a script, in a process that has trained before: x, buffers and tags."""
-    _, data = tiny_problem()
+    data = tiny_problem()[2]
     runs = []
     for kwargs in (
         {},
@@ -204,8 +206,6 @@ def test_sigterm_stops_all_at_the_rounds_end(alone, tmp_path):
 
 
 def test_no_process_outlives_a_killed_command(tmp_path):
-    import multiprocessing
-
     args = arguments("fit", "fedavg", tmp_path, "--trainer.devices", "3")
     process = multiprocessing.get_context("forkserver").Process(
         target=run_several, args=(args, tmp_path / "stderr", (), "kill rank 0", 1)
@@ -262,8 +262,10 @@ def test_work_is_the_samples_of_the_batches(samples, how):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_evaluation_is_shared_out_without_repeats(ranks):
     data = torch.arange(35)
-    parts = [list(Batches(data, 10, rank, ranks)) for rank in range(ranks)]
-    assert all(len(Batches(data, 10, r, ranks)) == len(parts[r]) >= 1 for r in range(ranks))
+    parts = [list(Batches(data, 10, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    assert all(
+        len(Batches(data, 10, rank=r, ranks=ranks)) == len(parts[r]) >= 1 for r in range(ranks)
+    )
     assert torch.cat([b for part in parts for b in part]).sort().values.equal(data)
     whole = [b.tolist() for b in Batches(data, 10)]
     assert all(b.tolist() in whole for part in parts for b in part if len(b))
@@ -295,7 +297,7 @@ MISTAKES = {
         "trainer.num_nodes=2",
     ),
     "nodes": ({}, ["--trainer.num_nodes=2"], "num_nodes=2: start the command on every node"),
-    "none": ({}, ["--trainer.devices=0"], "trainer.devices=0: on a CPU it is the number of"),
+    "none": ({}, ["--trainer.devices=0"], "trainer.devices=0 cannot .* a number of processes"),
     "list": ({}, ["--trainer.devices=0,1"], "trainer.devices=0,1: on a CPU"),
     "batchnorm": ({}, ["--trainer.sync_batchnorm=true"], "sync_batchnorm=True cannot be used"),
     "ddp": ({}, ["--trainer.strategy=ddp_spawn", "--trainer.devices=2"], "use trainer.strategy=cl"),
@@ -312,7 +314,5 @@ def test_typical_mistakes(name, tmp_path, monkeypatch, capfd):
     assert main(arguments("fit", "fedavg", tmp_path, *flags)) == 2
     said = capfd.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("fedmuon: ")
-    import re
-
     assert re.search(sentence, said), said
     assert not list(tmp_path.rglob("*.ckpt"))

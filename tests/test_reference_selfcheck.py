@@ -95,6 +95,7 @@ METHODS = {
     "scaffold": {**LR, "population": 5},
     "local_muon": MUON,
     "fedmuon": MUON,
+    "fedmuon_official": {"lr": 0.05, "alpha": 0.5, "gamma": 0.5, "K": 3, "weight_decay": 0.0},
     "fedprox": {**LR, "mu": 0.5},
     "feddyn": {**LR, "alpha": 0.5, "population": 5},
     "fednova": {**LR, "momentum": 0.5},
@@ -820,6 +821,69 @@ def test_fedmuon_eta_cancels(tiny):
         before, D = trace.x[r], move
 
 
+def test_fedmuon_official_by_hand():
+    """Slope 1 everywhere: the directions are f, five steps of the quintic from 1, and Adam's 1. The
+    pull of the second round is gamma / K of the first's move, times the rates' ratio. To 1e-5, as
+    the iteration starts from u / (|u| + 1e-7) with u = 0.04 at first."""
+    x0 = {"m": torch.zeros(1, 1, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
+    eta, K, gamma = [0.1, 0.04], 3, 0.25
+    trace = ref.fedmuon_official(
+        x0,
+        linear,
+        repeat({0: 1.0}, 2, K),
+        lr=lambda r: eta[r],
+        alpha=0.5,
+        gamma=gamma,
+        K=K,
+        weight_decay=0.0,
+        eps=0.0,
+    )
+    f = 1.0
+    for _ in range(5):
+        f = 3.4445 * f - 4.7750 * f**3 + 2.0315 * f**5
+    for name, factor, size in (("m", 0.5, f), ("b", 1.0, 1.0)):
+        first = -K * eta[0] * factor * (1 - gamma) * size
+        second = -K * eta[1] * factor * (1 - gamma) * size + gamma * first * eta[1] / eta[0]
+        assert float(trace.x[0][name]) == pytest.approx(first, abs=1e-5)
+        assert float(trace.x[1][name]) == pytest.approx(first + second, abs=1e-5)
+        assert float(trace.state[1]["m"][name]) == pytest.approx(second / eta[1], abs=1e-5)
+
+
+@pytest.mark.parametrize(("ratio", "rank"), [(0.01, 1), (0.3, 1), (0.5, 1), (0.9, 2), (1, 3)])
+def test_truncation_is_the_best_of_its_rank(ratio, rank):
+    M = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    M = M if ratio < 0.9 else M.repeat(1, 1, 3)  # 3 x 24: 72 numbers, 28 a rank
+    s = torch.linalg.svdvals(M.flatten(1))
+    got = ref.truncate(M, ratio)
+    assert got.shape == M.shape
+    assert int(torch.linalg.matrix_rank(got.flatten(1))) == rank
+    assert float(((M - got) ** 2).sum()) == pytest.approx(float((s[rank:] ** 2).sum()), abs=1e-12)
+
+
+def test_fedmuon_with_truncation_of_rank_one_matrices_is_fedmuon(tiny):
+    x0, gradient, data = tiny
+    rounds = tiny_rounds(data)
+    plain = ref.fedmuon(x0, gradient, rounds, **MUON)
+    same_models(plain, ref.fedmuon(x0, gradient, rounds, ratio=1.0, error_feedback=True, **MUON))
+    low, fed = (
+        ref.fedmuon(x0, gradient, rounds, ratio=0.3, error_feedback=e, **MUON)
+        for e in (False, True)
+    )
+    for trace in (low, fed):
+        for state in trace.state:
+            ranks = [
+                int(torch.linalg.matrix_rank(M.flatten(1))) for M in state["momentum"].values()
+            ]
+            assert ranks == [1, 1]
+    assert not torch.allclose(plain.x[-1]["fc.weight"], low.x[-1]["fc.weight"], rtol=0, atol=1e-6)
+    assert not torch.allclose(fed.x[-1]["fc.weight"], low.x[-1]["fc.weight"], rtol=0, atol=1e-6)
+    one = dict.fromkeys(["lr", "rest_lr"], 0.1)
+    narrow = {"w": torch.zeros(1, 6, dtype=torch.float64)}
+    same_models(
+        *(ref.fedmuon(narrow, linear, repeat({0: 1.0}, 3, 2), ratio=q, **one) for q in (None, 0.2))
+    )
+
+
 def test_fedmuon_polar_factor_is_well_posed_on_the_tiny_problem(tiny):
     """The head's gradient has rank 2 of 3 (softmax rows sum to 0): nothing may lie near the cut at
     1e-10."""
@@ -1065,7 +1129,7 @@ def test_fedlada_by_hand(amsgrad):
         "amsgrad": amsgrad,
     }
     trace = ref.fedlada(scalar(2), q1, repeat(b, 2, K), **args)
-    x, v_bar, g_a = 2.0, eps**2, 0.0
+    x, v_bar, g_a = 2.0, eps**2 if amsgrad else 0.0, 0.0
     for r in range(2):
         y, hat, direction = {}, {}, {}
         for i in b:
@@ -1075,7 +1139,8 @@ def test_fedlada_by_hand(amsgrad):
                 m = b1 * m + (1 - b1) * g
                 v = b2 * v + (1 - b2) * g * g
                 hat[i] = max(hat[i], v) if amsgrad else v
-                y[i] -= eta[r] * (alpha * m / math.sqrt(hat[i]) + (1 - alpha) * g_a)
+                root = math.sqrt(hat[i]) + (0 if amsgrad else eps)
+                y[i] -= eta[r] * (alpha * m / root + (1 - alpha) * g_a)
             direction[i] = (x - y[i]) / (K[i] * eta[r])
         x, v_bar, g_a = (y[0] + y[1]) / 2, (hat[0] + hat[1]) / 2, (direction[0] + direction[1]) / 2
         assert values(trace)[r] == pytest.approx(x, abs=1e-12)
@@ -1108,7 +1173,7 @@ def test_fedadamw_by_hand(block, shrink):
     }
     x0 = {"w": torch.tensor([2.0, 3.0]).double()}
     trace = ref.fedadamw(x0, q1, repeat(b, 2, K), shrink_local=shrink, **args)
-    x, v_bar, delta, t0 = x0["w"], torch.zeros(2).double(), torch.zeros(2).double(), 0
+    x, v_bar, delta, d = x0["w"], torch.zeros(2).double(), torch.zeros(2).double(), 1.0
     for r in range(2):
         y, sent, direction = {}, {}, {}
         for i in b:
@@ -1116,7 +1181,7 @@ def test_fedadamw_by_hand(block, shrink):
             for k in range(1, K[i] + 1):
                 g = y[i] - b[i]
                 m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-                adam = m / (1 - b1**k) / ((v / (1 - b2 ** (t0 + k))).sqrt() + eps)
+                adam = m / (1 - b1**k) / ((v / (1 - d * b2**k)).sqrt() + eps)
                 y[i] = y[i] * (1 - eta * wd) - eta * (
                     (1 - alpha if shrink else 1) * adam + alpha * delta
                 )
@@ -1127,10 +1192,27 @@ def test_fedadamw_by_hand(block, shrink):
             (sent[0] + sent[1]) / 2,
             (direction[0] + direction[1]) / 2,
         )
-        t0 += 3
+        d *= (b2 ** K[0] + b2 ** K[1]) / 2
         same(trace.x[r], {"w": x})
         same(trace.state[r]["v"], {"w": v_bar})
         same(trace.state[r]["delta"], {"w": delta})
+
+
+def test_fedadamw_corrects_the_bias_of_unequal_work():
+    """With a constant gradient the corrected second moment is its square, whatever the K_i."""
+    rounds = repeat({0: 2.0, 1: 2.0, 2: 2.0}, 4, {0: 1, 1: 4, 2: 9})
+    trace = ref.fedadamw(scalar(0), linear, rounds, lr=0.1, weight_decay=0.0, betas=(0.0, 0.7))
+    for state in trace.state:
+        assert float(state["v"]["w"] / (1 - state["d"][""])) == pytest.approx(4.0, abs=1e-12)
+
+
+def test_fedadamw_counts_the_steps_of_all_rounds():
+    """With one K for all, the decay is beta2^t."""
+    args = {"lr": 0.1, "weight_decay": 0.0, "betas": (0.5, 0.7)}
+    b = {0: 1.0, 1: -2.0}
+    a = ref.fedadamw(scalar(3), q1, repeat(b, 3, 4), **args)
+    same_models(a, ref.fedadamw(scalar(3), q1, repeat(b, 3, 4), steps_per_round=4, **args))
+    assert [float(s["d"][""]) for s in a.state] == pytest.approx([0.7**4, 0.7**8, 0.7**12])
 
 
 def test_fedmuon_lmo_without_the_lmo_is_scaffold():

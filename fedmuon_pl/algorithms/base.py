@@ -15,13 +15,13 @@ The first two are defined in :mod:`fedmuon_pl.algorithms.parts`.
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..clients import ClientStack, Tensors
+from ..clients import ClientStack, Tensors, nbytes
 from .parts import LocalRule, LocalRun, Mechanism, Member, Setting, Upload
 
 __all__ = [
@@ -99,8 +99,17 @@ class Algorithm:
         for mechanism in self.mechanisms:
             mechanism.setup(setting)
             scales = [s * mechanism.local_scale(i) for i, s in enumerate(scales)]
+            if mechanism.stays_local and mechanism is not self.mechanisms[0]:
+                # The others must find the client's own start, and no displacement.
+                raise ValueError(f"{mechanism.name} must be the first of the mechanisms")
         self._scales = scales
         self._built: dict[tuple[int, ...], list[Member]] = {}
+
+    def asks_for(self, kind: Literal["client", "cohort", "anchor"]) -> bool:
+        """Whether a mechanism needs a full gradient of that kind, or anchor gradients."""
+        if kind == "anchor":
+            return any(m.anchor_gradient for m in self.mechanisms)
+        return any(m.full_gradient == kind for m in self.mechanisms)
 
     def server_optimizer(self, params: Iterable[Tensor]) -> Optimizer:
         """The server optimiser over the global parameters."""
@@ -138,8 +147,10 @@ class Algorithm:
         axis = stack.clients > 1
         run = LocalRun(round, clients, x0, stack.x, lr, members, axis)
         run.client_state.update(client_state or {})
+        run.buffers = stack.buffers
         for mechanism in self.mechanisms:
             mechanism.begin(run)
+        run.received = sum(m.receivers(run) * nbytes(m.download()) for m in self.mechanisms)
         return run
 
     def members(self, stack: ClientStack) -> list[Member]:
@@ -189,14 +200,9 @@ class Algorithm:
         """
         direction = means["displacement"]
         for mechanism in self.mechanisms:
-            if mechanism.name in means:
-                mechanism.aggregate(means[mechanism.name], cohort_size)
+            mechanism.aggregate(means.get(mechanism.name, []), cohort_size)
             direction = mechanism.server_direction(direction)
         return direction
-
-    def download(self) -> Tensors:
-        """What a client receives beside x^r and the buffers."""
-        return [t for m in self.mechanisms for t in m.download()]
 
     def client_state_like(self) -> dict[str, Tensors]:
         """Shapes of the per-client state by name; empty for a method without any."""
@@ -205,6 +211,17 @@ class Algorithm:
             for m in self.mechanisms
             for key in m.client_state
         }
+
+    def stays_local(self) -> frozenset[str]:
+        """Names of the parameters and buffers that are never averaged, sent or received."""
+        return frozenset().union(*(m.stays_local for m in self.mechanisms))
+
+    def personalise(
+        self, x: Tensors, buffers: Mapping[str, Tensor], state: Mapping[str, Tensors]
+    ) -> None:
+        """Turns the global model into the clients' own ones, see :meth:`Mechanism.personalise`."""
+        for mechanism in self.mechanisms:
+            mechanism.personalise(x, buffers, state)
 
     def state_dict(self) -> dict[str, dict[str, Tensors]]:
         """The server state: lists of tensors by mechanism and name."""

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from ..optim.orthogonalize import Orthogonalizer
-from .base import Algorithm, ServerRule
-from .local import MuonRule
-from .mechanisms import Alignment, MomentumAveraging
+from ..optim.muon import Scale
+from ..optim.orthogonalize import MatrixView, Orthogonalizer
+from .base import Algorithm, Mechanism, ServerRule
+from .local import MuonRule, OptimizerFactory
+from .lowrank import LowRankMomentumAveraging
+from .mechanisms import Alignment, CachedAlignment, StateAveraging
 
 __all__ = ["FedMuon", "LocalMuon"]
 
@@ -32,8 +34,13 @@ class FedMuon(Algorithm):
     The rest (biases, gains of norms) takes AdamW directions, its state reset every round, with its
     own rate in the same formula, (1 - alpha) and Delta_g included. Orthogonalisation, alignment
     and momentum averaging are three independent switches: ``alpha=0, average_momentum=False`` is
-    Local Muon, and ``orthogonalizer="none"`` makes its steps SGD's with momentum. The defaults are the paper's equations; the paper's released code departs from
-    them (EMA momentum, Nesterov, ``scale="spectral"`` without flattening convolutions).
+    Local Muon, and ``orthogonalizer="none"`` makes its steps SGD's with momentum. The defaults are
+    the paper's equations; the paper's released code departs from them
+    (github.com/junkangLiu0/FedMuon): ``configs/algorithm/fedmuon_official.yaml`` is that.
+    Two more options save traffic: ``momentum_ratio``
+    (:class:`~fedmuon_pl.algorithms.lowrank.LowRankMomentumAveraging`, ``fedmuon_lowrank.yaml``) and
+    ``send_direction`` (:class:`~fedmuon_pl.algorithms.mechanisms.CachedAlignment`,
+    ``fedmuon_cached.yaml``).
 
     Args:
         lr: eta of the matrices.
@@ -48,15 +55,34 @@ class FedMuon(Algorithm):
         ns_steps: Iterations of the first two.
         ns_coefficients: Of Newton-Schulz; the quintic of Jordan et al. if None.
         ns_dtype: What the iteration is computed in; the weights' own if None.
+        ns_eps: Added to the Frobenius norm that the iteration divides by.
+        svd_rtol: Singular values below this share of the largest give 0, for ``"svd"`` only; 1e-10
+            in float64 and 1e-5 in float32 if None.
         scale: Step scale of a matrix (rows x cols, convolutions flattened): ``"none"``,
-            ``"spectral"`` sqrt(max(1, rows/cols)), ``"rms"`` 0.2 sqrt(max(rows, cols)).
+            ``"spectral"`` sqrt(max(1, rows/cols)), ``"rms"`` 0.2 sqrt(max(rows, cols)), or
+            ``"spectral_unflattened"``, the released code's: ``"spectral"`` with a convolution's
+            rows and cols read from its kernel's sides.
+        matrix_view: Tensors of three, five or more axes: ``"flatten"``, the first axis against all
+            others, or ``"last_two"``, the released code's: a batch of matrices of the last two.
         align_rest: Whether Delta_g also pulls the rest; if not, the rest takes full steps.
-        weight_decay: Decoupled; x shrinks by (1 - alpha) eta weight_decay a step.
+        weight_decay: Decoupled; x shrinks by (1 - alpha) eta weight_decay a step. With
+            ``rest_optimizer`` of the matrices only.
+        rest_optimizer: Optimiser of the rest with its own weight decay, such as SGD with momentum;
+            AdamW if None. ``rest_lr`` sets its rate.
         rest_betas: AdamW's betas for the rest.
         rest_eps: AdamW's epsilon for the rest.
         rest_patterns: Regular expressions of names of matrices that belong to the rest, such as
             embeddings and heads.
+        matrix_patterns: If there are any, only what matches one of these is a matrix.
+        momentum_ratio: Share of its size at which averaged momentum is sent, up and down, as
+            low-rank factors; whole if None.
+        error_feedback: Whether what the factors lose is added to the next ones.
+        send_direction: Whether Delta_g is sent; if not, clients derive it from the x^{r-1} that
+            they kept, which takes equal local steps and plain averaging.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of range, or would be ignored for another one.
     """
 
     def __init__(
@@ -72,14 +98,33 @@ class FedMuon(Algorithm):
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] | None = None,
         ns_dtype: DType | None = None,
-        scale: Literal["none", "spectral", "rms"] = "none",
+        ns_eps: float = 1e-7,
+        svd_rtol: float | None = None,
+        scale: Scale = "none",
+        matrix_view: MatrixView = "flatten",
         align_rest: bool = True,
         weight_decay: float = 0.0,
+        rest_optimizer: OptimizerFactory | None = None,
         rest_betas: tuple[float, float] = (0.9, 0.95),
         rest_eps: float = 1e-10,
         rest_patterns: Sequence[str] = (),
+        matrix_patterns: Sequence[str] = (),
+        momentum_ratio: float | None = None,
+        error_feedback: bool = False,
+        send_direction: bool = True,
         server: ServerRule | None = None,
     ) -> None:
+        if momentum_ratio is not None and not average_momentum:
+            raise ValueError(
+                f"momentum_ratio={momentum_ratio}: no momentum is sent with average_momentum=False"
+            )
+        if error_feedback and momentum_ratio is None:
+            raise ValueError("error_feedback=True: nothing is lost without a momentum_ratio")
+        if not send_direction and server is not None:
+            raise ValueError(
+                "send_direction=False needs plain averaging (server: null): under another server "
+                "rule Delta_g cannot be derived from x^r - x^{r-1}"
+            )
         rule = MuonRule(
             lr=lr,
             rest_lr=rest_lr,
@@ -87,18 +132,31 @@ class FedMuon(Algorithm):
             nesterov=nesterov,
             momentum_form=momentum_form,
             orthogonalizer=Orthogonalizer(
-                orthogonalizer, steps=ns_steps, coefficients=ns_coefficients, dtype=ns_dtype
+                orthogonalizer,
+                steps=ns_steps,
+                coefficients=ns_coefficients,
+                dtype=ns_dtype,
+                rtol=svd_rtol,
+                eps=ns_eps,
             ),
             scale=scale,
+            matrix_view=matrix_view,
             weight_decay=weight_decay,
+            rest_optimizer=rest_optimizer,
             rest_betas=rest_betas,
             rest_eps=rest_eps,
             rest_patterns=rest_patterns,
+            matrix_patterns=matrix_patterns,
         )
-        # alpha = 0 needs no mechanism: nothing is sent, and the steps are the plain ones.
-        align = [Alignment(alpha, None if align_rest else rule)] if alpha != 0 else []
-        average = [MomentumAveraging(rule)] if average_momentum else []
-        super().__init__(rule, [*align, *average], server)
+        mechanisms: list[Mechanism] = []
+        if alpha != 0:  # else nothing is sent, and the steps are the plain ones
+            kind = Alignment if send_direction else CachedAlignment
+            mechanisms.append(kind(alpha, None if align_rest else rule))
+        if momentum_ratio is not None:
+            mechanisms.append(LowRankMomentumAveraging(rule, momentum_ratio, error_feedback))
+        elif average_momentum:
+            mechanisms.append(StateAveraging(rule, ["momentum_buffer"]))
+        super().__init__(rule, mechanisms, server)
 
 
 class LocalMuon(FedMuon):
@@ -117,11 +175,16 @@ class LocalMuon(FedMuon):
         ns_steps: Iterations of the first two.
         ns_coefficients: Of Newton-Schulz; the quintic of Jordan et al. if None.
         ns_dtype: What the iteration is computed in; the weights' own if None.
+        ns_eps: Added to the Frobenius norm that the iteration divides by.
+        svd_rtol: Relative cut of singular values, for ``"svd"`` only.
         scale: Step scale of a matrix.
+        matrix_view: How tensors of three, five or more axes are read.
         weight_decay: Decoupled.
+        rest_optimizer: Optimiser of the rest; AdamW if None.
         rest_betas: AdamW's betas for the rest.
         rest_eps: AdamW's epsilon for the rest.
         rest_patterns: Names of matrices that belong to the rest.
+        matrix_patterns: If there are any, only what matches one of these is a matrix.
         server: Server rule on the pseudo-gradient; plain averaging if None.
     """
 
@@ -136,11 +199,16 @@ class LocalMuon(FedMuon):
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] | None = None,
         ns_dtype: DType | None = None,
-        scale: Literal["none", "spectral", "rms"] = "none",
+        ns_eps: float = 1e-7,
+        svd_rtol: float | None = None,
+        scale: Scale = "none",
+        matrix_view: MatrixView = "flatten",
         weight_decay: float = 0.0,
+        rest_optimizer: OptimizerFactory | None = None,
         rest_betas: tuple[float, float] = (0.9, 0.95),
         rest_eps: float = 1e-10,
         rest_patterns: Sequence[str] = (),
+        matrix_patterns: Sequence[str] = (),
         server: ServerRule | None = None,
     ) -> None:
         super().__init__(
@@ -155,10 +223,15 @@ class LocalMuon(FedMuon):
             ns_steps=ns_steps,
             ns_coefficients=ns_coefficients,
             ns_dtype=ns_dtype,
+            ns_eps=ns_eps,
+            svd_rtol=svd_rtol,
             scale=scale,
+            matrix_view=matrix_view,
             weight_decay=weight_decay,
+            rest_optimizer=rest_optimizer,
             rest_betas=rest_betas,
             rest_eps=rest_eps,
             rest_patterns=rest_patterns,
+            matrix_patterns=matrix_patterns,
             server=server,
         )

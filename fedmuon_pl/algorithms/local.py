@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optim.muon import Muon
-from ..optim.orthogonalize import Orthogonalizer
+from ..optim.carried import CarriedAdamW
+from ..optim.lmo import LMO
+from ..optim.muon import Muon, Scale
+from ..optim.orthogonalize import MatrixView, Orthogonalizer
 from ..optim.routing import split_parameters
 from .base import LocalRule, Member, Setting
 
-__all__ = ["ELEMENTWISE", "MuonRule", "OptimizerFactory", "TorchRule"]
+__all__ = ["ELEMENTWISE", "AdamRule", "LMORule", "MuonRule", "OptimizerFactory", "TorchRule"]
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 """A ``torch.optim`` class, or a partial of one; its own ``lr`` must be left alone."""
@@ -36,31 +38,42 @@ ELEMENTWISE = frozenset(
 )
 """Optimisers of ``torch.optim`` that treat each element on its own: exact for stacked clients."""
 
+REST_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-10}
+"""The rest's AdamW in Muon's and FedMuon's released code."""
+
 
 class TorchRule(LocalRule):
     """Any optimiser of ``torch.optim``, made anew for every client and round.
 
+    One of another class, too. Clients can train side by side if its class says ``elementwise =
+    True``, or takes ``client_axis`` as :class:`fedmuon_pl.optim.muon.Muon` does.
+
     Args:
         lr: The learning rate eta of every parameter.
         optimizer: The optimiser's class or a partial of it, with its other arguments.
+        prefix: Of both arguments' names, for messages.
 
     Raises:
         ValueError: If ``lr`` is not positive, the optimiser brings a rate of its own, or it needs
             a closure.
     """
 
-    def __init__(self, lr: float, optimizer: OptimizerFactory = torch.optim.SGD) -> None:
-        self.lr = positive("lr", lr)
-        kind, keywords = _unwrap(optimizer)
+    def __init__(
+        self, lr: float, optimizer: OptimizerFactory = torch.optim.SGD, *, prefix: str = ""
+    ) -> None:
+        self.lr = positive(f"{prefix}lr", lr)
+        kind, keywords = _unwrap(optimizer, f"{prefix}optimizer")
         signature = inspect.signature(kind).parameters
         default = signature["lr"].default if "lr" in signature else None
         if "lr" in keywords and keywords["lr"] != default:
             raise ValueError(
-                f"the local learning rate is set by `lr` (now {lr}), not inside `optimizer` "
-                f"(lr={keywords['lr']})"
+                f"the local learning rate is set by `{prefix}lr` (now {lr}), not inside "
+                f"`{prefix}optimizer` (lr={keywords['lr']})"
             )
         if kind.__name__ == "LBFGS":
-            raise ValueError("optimizer=LBFGS needs a closure, which local steps do not have")
+            raise ValueError(
+                f"{prefix}optimizer=LBFGS needs a closure, which local steps do not have"
+            )
         self.kind: Callable[..., Optimizer] = kind
         self.keywords = {k: v for k, v in keywords.items() if k != "lr"}
         # Fixed, so that torch's defaults cannot change a result; Adam's fused kernels save most of
@@ -71,8 +84,11 @@ class TorchRule(LocalRule):
                 self.keywords["fused"] = True
             elif self.keywords.get("foreach") is None:
                 self.keywords["foreach"] = True
+        self._takes_axis = "client_axis" in signature
         self.elementwise = (
-            kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+            self._takes_axis
+            or getattr(kind, "elementwise", False)
+            or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
         )
 
     def rates(self, setting: Setting) -> list[float]:
@@ -81,15 +97,17 @@ class TorchRule(LocalRule):
 
     def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
         """One optimiser over all parameters."""
-        return [Member(self.kind(leaves, lr=self.lr, **self.keywords), list(range(len(leaves))))]
+        axis = {"client_axis": client_axis} if self._takes_axis else {}
+        optimizer = self.kind(leaves, lr=self.lr, **self.keywords, **axis)
+        return [Member(optimizer, list(range(len(leaves))))]
 
 
 class MuonRule(LocalRule):
-    """Muon on the matrices, AdamW with a rate of its own on the rest.
+    """Muon on the matrices, AdamW or another optimiser with a rate of its own on the rest.
 
     A parameter with two or more axes is a matrix; a convolution ``(out, in, kh, kw)`` is the
-    matrix ``(out, in kh kw)``. AdamW's state starts anew for every client and round, with bias
-    correction counted from the round's first step.
+    matrix ``(out, in kh kw)``. The rest's optimiser starts anew for every client and round, AdamW's
+    bias correction is counted from the round's first step.
 
     Args:
         lr: eta of the matrices.
@@ -99,10 +117,19 @@ class MuonRule(LocalRule):
         momentum_form: ``"classic"`` M <- beta M + g, or ``"ema"`` M <- beta M + (1 - beta) g.
         orthogonalizer: How the polar factor is computed.
         scale: Step scale of a matrix, see :class:`fedmuon_pl.optim.muon.Muon`.
-        weight_decay: Decoupled, x <- x - lr weight_decay x before the step, matrices and rest.
+        weight_decay: Decoupled, x <- x - lr weight_decay x before the step; of the matrices, and of
+            the rest unless ``rest_optimizer`` brings its own.
         rest_betas: AdamW's.
         rest_eps: AdamW's.
         rest_patterns: Regular expressions; matrices whose name matches one belong to the rest.
+        matrix_patterns: If there are any, only what matches one is a matrix.
+        rest_optimizer: In the place of AdamW; ``rest_lr`` sets its rate.
+        matrix_view: How tensors of more than two axes are read, see
+            :func:`fedmuon_pl.optim.orthogonalize.as_matrix`.
+
+    Raises:
+        ValueError: If a rate is not positive, or ``rest_optimizer`` cannot be used or would ignore
+            another argument.
     """
 
     def __init__(
@@ -114,14 +141,25 @@ class MuonRule(LocalRule):
         nesterov: bool,
         momentum_form: Literal["classic", "ema"],
         orthogonalizer: Orthogonalizer,
-        scale: Literal["none", "spectral", "rms"],
+        scale: Scale,
         weight_decay: float,
-        rest_betas: tuple[float, float],
-        rest_eps: float,
-        rest_patterns: Sequence[str],
+        rest_betas: tuple[float, float] = (0.9, 0.95),
+        rest_eps: float = 1e-10,
+        rest_patterns: Sequence[str] = (),
+        matrix_patterns: Sequence[str] = (),
+        rest_optimizer: OptimizerFactory | None = None,
+        matrix_view: MatrixView = "flatten",
     ) -> None:
         self.lr = positive("lr", lr)
-        self.rest_lr = positive("rest_lr", rest_lr)
+        adamw: dict[str, Any] = {"betas": tuple(rest_betas), "eps": rest_eps}
+        if rest_optimizer is not None and adamw != REST_ADAMW:
+            raise ValueError(
+                f"rest_betas={rest_betas} and rest_eps={rest_eps} are AdamW's; with rest_optimizer "
+                f"leave them at {REST_ADAMW['betas']} and {REST_ADAMW['eps']}"
+            )
+        own = partial(torch.optim.AdamW, **adamw, weight_decay=weight_decay)
+        self._rest = TorchRule(rest_lr, rest_optimizer or own, prefix="rest_")
+        self.elementwise = self._rest.elementwise
         self._muon: Callable[..., Optimizer] = partial(
             Muon,
             lr=lr,
@@ -131,37 +169,108 @@ class MuonRule(LocalRule):
             weight_decay=weight_decay,
             scale=scale,
             orthogonalizer=orthogonalizer,
+            matrix_view=matrix_view,
         )
-        self._rest: Callable[..., Optimizer] = partial(
-            torch.optim.AdamW,
-            lr=rest_lr,
-            betas=rest_betas,
-            eps=rest_eps,
-            weight_decay=weight_decay,
-            fused=True,
-        )
+        self.matrix_view = matrix_view
         self.rest_patterns = list(rest_patterns)
+        self.matrix_patterns = list(matrix_patterns)
 
     def setup(self, setting: Setting) -> None:
         """Decides which parameters are matrices."""
-        shapes = {n: x.shape for n, x in zip(setting.names, setting.x, strict=True)}
-        matrices, rest = split_parameters(shapes, self.rest_patterns)
-        self.matrices = [setting.names.index(n) for n in matrices]
-        self.rest = [setting.names.index(n) for n in rest]
+        self.matrices, self.rest = _split(setting, self.rest_patterns, self.matrix_patterns)
 
     def rates(self, setting: Setting) -> list[float]:
         """``lr`` for the matrices, ``rest_lr`` for the rest."""
-        return [self.lr if i in self.matrices else self.rest_lr for i in range(len(setting.x))]
+        return [(self if i in self.matrices else self._rest).lr for i in range(len(setting.x))]
 
     def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
-        """Muon and AdamW; either is left out where it has nothing to move."""
+        """Muon and the rest's optimiser; either is left out where it has nothing to move."""
         members = []
         if self.matrices:
             muon = self._muon([leaves[i] for i in self.matrices], client_axis=client_axis)
             members.append(Member(muon, self.matrices))
         if self.rest:
-            members.append(Member(self._rest([leaves[i] for i in self.rest]), self.rest))
+            (rest,) = self._rest.build([leaves[i] for i in self.rest], client_axis)
+            members.append(Member(rest.optimizer, self.rest))
         return members
+
+
+class AdamRule(LocalRule):
+    """:class:`~fedmuon_pl.optim.carried.CarriedAdamW` on every parameter.
+
+    Args:
+        lr: The learning rate eta of every parameter.
+        options: The optimiser's other arguments.
+    """
+
+    def __init__(self, lr: float, **options: Any) -> None:  # noqa: ANN401
+        self.lr = positive("lr", lr)
+        self.options = options
+
+    def rates(self, setting: Setting) -> list[float]:
+        """The same for every parameter."""
+        return [self.lr] * len(setting.x)
+
+    def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
+        """One optimiser over all parameters."""
+        return [Member(CarriedAdamW(leaves, lr=self.lr, **self.options), list(range(len(leaves))))]
+
+
+class LMORule(LocalRule):
+    """:class:`~fedmuon_pl.optim.lmo.LMO` on every parameter: spectral for matrices, 2-norm else.
+
+    Args:
+        lr: eta of every parameter.
+        alpha: Weight of the newest gradient in the momentum, in (0, 1].
+        orthogonalizer: How the polar factor is computed.
+        scale: Step scale of a matrix, see :class:`fedmuon_pl.optim.muon.Muon`.
+        rest_patterns: Regular expressions; matrices whose name matches one take the 2-norm, of the
+            whole tensor.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        lr: float,
+        alpha: float,
+        orthogonalizer: Orthogonalizer,
+        scale: Scale,
+        rest_patterns: Sequence[str],
+    ) -> None:
+        self.lr = positive("lr", lr)
+        if not 0 < alpha <= 1:
+            raise ValueError(f"alpha={alpha}: must be in (0, 1]")
+        self._lmo = partial(LMO, alpha=alpha, orthogonalizer=orthogonalizer, scale=scale)
+        self.rest_patterns = list(rest_patterns)
+
+    def setup(self, setting: Setting) -> None:
+        """Decides which parameters are matrices."""
+        self.matrices, self.rest = _split(setting, self.rest_patterns)
+
+    def rates(self, setting: Setting) -> list[float]:
+        """The same for every parameter."""
+        return [self.lr] * len(setting.x)
+
+    def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
+        """One optimiser with a group of matrices and one of the rest, where there are any."""
+        groups = [
+            {"params": [leaves[i] for i in indices], "spectral": indices is self.matrices}
+            for indices in (self.matrices, self.rest)
+            if indices
+        ]
+        lmo = self._lmo(groups, lr=self.lr, client_axis=client_axis)
+        return [Member(lmo, [*self.matrices, *self.rest])]
+
+
+def _split(
+    setting: Setting, rest_patterns: Sequence[str], matrix_patterns: Sequence[str] = ()
+) -> tuple[list[int], list[int]]:
+    """The indices of the matrices and of the rest."""
+    shapes = {n: x.shape for n, x in zip(setting.names, setting.x, strict=True)}
+    matrices, rest = split_parameters(shapes, rest_patterns, matrix_patterns)
+    return [setting.names.index(n) for n in matrices], [setting.names.index(n) for n in rest]
 
 
 def positive(name: str, value: float) -> float:
@@ -186,7 +295,7 @@ def not_negative(name: str, value: float) -> float:
     return value
 
 
-def _unwrap(factory: OptimizerFactory) -> tuple[type[Optimizer], dict[str, Any]]:
+def _unwrap(factory: OptimizerFactory, key: str) -> tuple[type[Optimizer], dict[str, Any]]:
     """The optimiser's class and keywords out of a class, a partial, or a CLI factory."""
     keywords: dict[str, Any] = {}
     inner: Any = factory
@@ -195,7 +304,5 @@ def _unwrap(factory: OptimizerFactory) -> tuple[type[Optimizer], dict[str, Any]]
         classes = [a for a in inner.args if isinstance(a, type) and issubclass(a, Optimizer)]
         inner = classes[0] if classes else inner.func
     if not (isinstance(inner, type) and issubclass(inner, Optimizer)):
-        raise ValueError(
-            f"optimizer must be a torch.optim class or a partial of one, got {factory}"
-        )
+        raise ValueError(f"{key} must be a torch.optim class or a partial of one, got {factory}")
     return inner, keywords

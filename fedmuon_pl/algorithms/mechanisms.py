@@ -1,12 +1,17 @@
 """Mechanisms that several methods share."""
 
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ..clients import Tensors
-from .base import LocalRun, Mechanism, Setting, Upload
+from .base import LocalRule, LocalRun, Mechanism, Setting, Upload
 from .local import MuonRule
 
-__all__ = ["Alignment", "MomentumAveraging"]
+__all__ = ["Alignment", "CachedAlignment", "SecondMomentAveraging", "StateAveraging"]
 
 
 class Alignment(Mechanism):
@@ -22,6 +27,7 @@ class Alignment(Mechanism):
         alpha: Weight of the shared direction, in [0, 1).
         only_matrices_of: The local rule, if parameters outside its matrices are to be left alone;
             None to align every parameter.
+        shrink: Whether the local direction has the weight (1 - alpha), else 1.
 
     Raises:
         ValueError: If alpha is outside [0, 1).
@@ -29,12 +35,15 @@ class Alignment(Mechanism):
 
     name = "alignment"
 
-    def __init__(self, alpha: float, only_matrices_of: MuonRule | None = None) -> None:
+    def __init__(
+        self, alpha: float, only_matrices_of: MuonRule | None = None, shrink: bool = True
+    ) -> None:
         super().__init__()
         if not 0 <= alpha < 1:
             raise ValueError(f"alpha={alpha}: must be in [0, 1)")
         self.alpha = alpha
         self._only = only_matrices_of
+        self._shrink = shrink
 
     def setup(self, setting: Setting) -> None:
         """Sets Delta_g to zero."""
@@ -44,20 +53,24 @@ class Alignment(Mechanism):
 
     def local_scale(self, index: int) -> float:
         """(1 - alpha) where the pull acts."""
-        return 1 - self.alpha if index in self.indices else 1.0
+        return 1 - self.alpha if self._shrink and index in self.indices else 1.0
 
     def begin(self, run: LocalRun) -> None:
         """The pull of one step, the same for every step of the round."""
         weights = [-self.alpha * run.lr[i] for i in self.indices]
-        pull = torch._foreach_mul(self.server_state["delta_g"], weights)
+        pull = torch._foreach_mul(self.delta_g(run), weights)
         run.memory[self.name] = [run.x[i] for i in self.indices], pull
+
+    def delta_g(self, run: LocalRun) -> Tensors:
+        """Delta_g^r as the clients have it."""
+        return self.server_state["delta_g"]
 
     def after_step(self, run: LocalRun) -> None:
         """Subtracts eta alpha Delta_g from the weights."""
         x, pull = run.memory[self.name]
         torch._foreach_add_(x, pull)
 
-    def end(self, run: LocalRun) -> Upload:
+    def end(self, run: LocalRun) -> Upload | None:
         """The clients' directions; the server derives them from the displacements."""
         direction = run.direction()
         return Upload([direction[i] for i in self.indices], sent=False)
@@ -67,34 +80,223 @@ class Alignment(Mechanism):
         self.replace("delta_g", mean)
 
 
-class MomentumAveraging(Mechanism):
-    """Clients start from the cohort's averaged momentum instead of zero.
+class CachedAlignment(Alignment):
+    """Alignment whose clients derive Delta_g from the x^{r-1} that they kept; it is not sent.
 
-    ``M_i^{r,0} = Mbar^r``, and ``Mbar^{r+1} = sum_i w_i M_i^{r,K_i}``, ``Mbar^0 = 0`` (FedMuon,
-    arXiv 2510.27403).
+    Under plain averaging of clients that all make K steps, ``x^r - x^{r-1}`` is the mean
+    displacement, and so ``Delta_g^r = -(x^r - x^{r-1}) / (K eta_{r-1})``, to rounding. (The reviews
+    of arXiv 2510.27403 ask for it; its released code, github.com/junkangLiu0/FedMuon, sends it.)
+
+    What a deployment needs: storage for x^{r-1} on the clients, K and the schedule, and that the
+    client took part in round r-1, for only then was it sent x^{r-1}. Every other client of the
+    cohort is sent x^{r-1} beside x^r, as many bytes as Delta_g, and saves nothing. Bytes are
+    counted so: with all clients in every round Delta_g costs nothing at all, with a tenth of them
+    about a tenth of it is saved. (That all clients follow every round's broadcast would not help:
+    N downloads a round instead of S.) In round 0 Delta_g is 0 and nobody needs it. A client whose
+    update was dropped as not finite counts as one that was not there.
 
     Args:
-        rule: The local rule whose matrices carry the momentum.
+        alpha: Weight of the shared direction, in [0, 1).
+        only_matrices_of: As in :class:`Alignment`.
+
+    Raises:
+        ValueError: If alpha is outside [0, 1); in ``setup``, if K may differ between clients. That
+            the server averages plainly is for the caller to see to.
     """
 
-    name = "momentum_averaging"
-
-    def __init__(self, rule: MuonRule) -> None:
-        super().__init__()
-        self._rule = rule
+    client_state = ("took_part",)
 
     def setup(self, setting: Setting) -> None:
-        """Sets Mbar to zero."""
-        self.server_state = {"momentum": setting.zeros(self._rule.matrices)}
+        """x^{-1} is nothing, and the sum of its etas 0."""
+        super().setup(setting)
+        if setting.local_steps is None:
+            raise ValueError(
+                "send_direction=False needs model.local_steps: with local_epochs clients make "
+                "different numbers of steps, and Delta_g cannot be derived from x^r - x^{r-1}"
+            )
+        self._steps = setting.local_steps
+        # On the CPU, since they are read as numbers.
+        etas = [torch.zeros((), dtype=torch.float64) for _ in self.indices]
+        self.server_state = {"previous": setting.zeros(self.indices), "sum_eta": etas}
+
+    def client_state_like(self, name: str, setting: Setting) -> Tensors:
+        """The client's last round, counted from 1."""
+        return [torch.zeros((), dtype=torch.int64)]
 
     def begin(self, run: LocalRun) -> None:
-        """M_i^{r,0} = Mbar^r."""
-        run.set_state("momentum_buffer", self._rule.matrices, self.server_state["momentum"])
+        """Also finds out who holds x^{r-1}."""
+        super().begin(run)
+        (last,) = run.client_state["took_part"]
+        self._behind = int((last != run.round).sum())
+        self._x0, self._lr = run.x0, run.lr
 
-    def end(self, run: LocalRun) -> Upload:
-        """M_i^{r,K_i}."""
-        return Upload(run.get_state("momentum_buffer", self._rule.matrices))
+    def delta_g(self, run: LocalRun) -> Tensors:
+        """-(x^r - x^{r-1}) / (K eta_{r-1}), and 0 where eta was 0."""
+        moved = torch._foreach_sub([run.x0[i] for i in self.indices], self.server_state["previous"])
+        inverse = [-1 / float(s) if s > 0 else 0.0 for s in self.server_state["sum_eta"]]
+        return list(torch._foreach_mul(moved, inverse))
+
+    def download(self) -> Tensors:
+        """x^{r-1}."""
+        return self.server_state["previous"]
+
+    def receivers(self, run: LocalRun) -> int:
+        """The clients that did not take part in round r-1."""
+        return self._behind
+
+    def end(self, run: LocalRun) -> None:
+        """Nothing to send; the clients keep x^r."""
+        (last,) = run.client_state["took_part"]
+        run.client_state["took_part"] = [torch.full_like(last, run.round + 1)]
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """The new Mbar."""
-        self.replace("momentum", mean)
+        """Nothing has come."""
+
+    def server_direction(self, displacement: Tensors) -> Tensors:
+        """Keeps x^r, which will be the x^{r-1} of the next round."""
+        self.replace("previous", [self._x0[i] for i in self.indices])
+        etas = [self._steps * self._lr[i] for i in self.indices]
+        self.replace("sum_eta", [torch.tensor(eta, dtype=torch.float64) for eta in etas])
+        return displacement
+
+
+class StateAveraging(Mechanism):
+    """Clients start from the cohort's averaged optimiser state instead of an empty one.
+
+    With Theta the named states of the local optimiser: ``Theta_i^{r,0} = Thetabar^r`` and
+    ``Thetabar^{r+1} = sum_i w_i Theta_i^{r,K_i}``, ``Thetabar^0 = 0``. Muon's momentum makes it
+    FedMuon's mechanism (arXiv 2510.27403), a preconditioner FedPAC's (arXiv 2602.19271).
+
+    The steps that a state has behind it are averaged with it, one number each: a warm-started
+    moment of Adam's is corrected for all of them, not for those of its round alone, so that one
+    client that starts from its own states is as if it had never stopped. States that are not named
+    start anew every round.
+
+    Args:
+        rule: The local rule whose optimisers keep the states.
+        states: Their names in the optimiser's state, such as ``"momentum_buffer"``; ``"gram"``
+            also stands for ``"gram_0"``, ``"gram_1"`` and so on. Parameters without such a state
+            are left alone.
+
+    Raises:
+        ValueError: In ``setup``, if no optimiser keeps a named state, or one that cannot fill in
+            the rest of its state would have to: of torch's Adam, for one, all or nothing can be
+            averaged, as both moments share one count.
+    """
+
+    name = "state_averaging"
+
+    def __init__(self, rule: LocalRule, states: Sequence[str]) -> None:
+        super().__init__()
+        self._rule = rule
+        self._names = [re.compile(rf"{re.escape(name)}(_\d+)?") for name in states]
+        self._states = list(states)
+
+    def setup(self, setting: Setting) -> None:
+        """Sets every averaged state to zero."""
+        self._indices: dict[str, list[int]] = {}
+        self._counted: dict[str, list[int]] = {}
+        self.server_state = {}
+        found: dict[str, set[str]] = {}
+        for kind, index, state in self._rule.state_like(setting):
+            found.setdefault(kind.__name__, set()).update(state)
+            wanted = [key for key in state if any(n.fullmatch(key) for n in self._names)]
+            for key in wanted:
+                self._indices.setdefault(key, []).append(index)
+                like = torch.zeros_like(state[key])
+                self.server_state.setdefault(key, []).append(like)
+            for key in self._counts(kind, state, wanted) if wanted else ():
+                self._counted.setdefault(key, []).append(index)
+        for name, pattern in zip(self._states, self._names, strict=True):
+            if not any(map(pattern.fullmatch, self._indices)):
+                have = "; ".join(f"{k}: {sorted(v)}" for k, v in found.items())
+                raise ValueError(f"no local optimiser keeps a state {name!r} ({have})")
+        for key in self._counted:
+            self.server_state[key] = [setting.x[0].new_zeros((), dtype=torch.float64)]
+
+    def _counts(self, kind: type, state: Mapping[str, Any], wanted: Sequence[str]) -> set[str]:
+        """Names of the step counts that belong to the wanted states."""
+        own: Mapping[str, str] | None = getattr(kind, "counts", None)
+        if own is not None:
+            bases = {re.sub(r"_\d+$", "", key) for key in wanted}
+            return {own[key] for key in bases if key in own}
+        counts = {k for k, v in state.items() if not isinstance(v, Tensor) or v.ndim == 0}
+        missing = set(state) - counts - set(wanted)
+        if missing:
+            raise ValueError(
+                f"{kind.__name__} cannot start from {wanted} without {sorted(missing)}: name all "
+                f"of them, or take an optimiser that can, such as fedmuon_pl.optim.adamw.AdamW"
+            )
+        return counts - set(wanted)
+
+    def begin(self, run: LocalRun) -> None:
+        """Theta_i^{r,0} = Thetabar^r."""
+        counts = {key: float(self.server_state[key][0]) for key in self._counted}
+        if counts and not any(counts.values()):
+            return  # before the first mean each optimiser makes its own state
+        for key, indices in self._indices.items():
+            run.set_state(key, indices, self.server_state[key])
+        for key, count in counts.items():
+            run.set_count(key, self._counted[key], count)
+
+    def end(self, run: LocalRun) -> Upload:
+        """Theta_i^{r,K_i}."""
+        tensors = [t for key, ids in self._indices.items() for t in run.get_state(key, ids)]
+        for key, ids in self._counted.items():
+            count = run.get_count(key, ids[0])
+            tensors.append(self.server_state[key][0].new_full((len(run.clients),), count))
+        return Upload(tensors)
+
+    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
+        """The new Thetabar."""
+        parts = iter(mean)
+        for key in [*self._indices, *self._counted]:
+            self.replace(key, [next(parts) for _ in self.server_state[key]])
+
+
+class SecondMomentAveraging(Mechanism):
+    """Clients start from the cohort's averaged second moment of Adam.
+
+    ``v_i^{r,0} = vbar^r``, and ``vbar^{r+1} = sum_i w_i v_i^{r,K_i}``, or block by block the mean
+    of that, one block per parameter.
+
+    Args:
+        keys: The local optimiser's names for what starts from vbar; the last of them is sent.
+        start: vbar^0, in every element.
+        block_means: Whether only the mean of each parameter's elements is sent, both ways.
+    """
+
+    name = "second_moment_averaging"
+
+    def __init__(
+        self, keys: Sequence[str] = ("exp_avg_sq",), start: float = 0.0, block_means: bool = False
+    ) -> None:
+        super().__init__()
+        self._keys = list(keys)
+        self._start = start
+        self._block_means = block_means
+
+    def setup(self, setting: Setting) -> None:
+        """Sets vbar to its start."""
+        shapes = [() if self._block_means else x.shape for x in setting.x]
+        filled = [
+            x.new_full(s, self._start, requires_grad=False)
+            for x, s in zip(setting.x, shapes, strict=True)
+        ]
+        self.server_state = {"v": filled}
+
+    def begin(self, run: LocalRun) -> None:
+        """v_i^{r,0} = vbar^r."""
+        every = range(len(run.x))
+        v = [t.expand(x.shape) for t, x in zip(self.server_state["v"], run.x0, strict=True)]
+        for key in self._keys:
+            run.set_state(key, every, v)
+
+    def end(self, run: LocalRun) -> Upload:
+        """v_i^{r,K_i}, or the mean of each of its blocks."""
+        v = run.get_state(self._keys[-1], range(len(run.x)))
+        return Upload([t.reshape(len(t), -1).mean(1) for t in v] if self._block_means else v)
+
+    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
+        """The new vbar."""
+        self.replace("v", mean)

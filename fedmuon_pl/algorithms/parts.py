@@ -5,15 +5,15 @@ nothing here may mix them. Lists of tensors follow the order of the trainable pa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..clients import Tensors
+from ..clients import Tensors, batch_norm_state, persistent_buffers, trainable
 
 __all__ = ["LocalRule", "LocalRun", "Mechanism", "Member", "Setting", "Upload"]
 
@@ -26,11 +26,27 @@ class Setting:
         names: Names of the trainable parameters.
         x: The global parameters, each of ``shape``; only shape, dtype and device may be used.
         population: N, the clients that can be sampled (those that have data).
+        local_steps: K, if all clients make this number of steps in every round; None if theirs may
+            differ.
+        buffers: The global model's buffers by name.
+        batch_norm: Names of the parameters and buffers that belong to BatchNorm layers.
     """
 
     names: list[str]
     x: Tensors
     population: int
+    local_steps: int | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    batch_norm: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, network: nn.Module, population: int, local_steps: int | None = None) -> Self:
+        """What there is to say of a network."""
+        params = trainable(network)
+        x = [p.detach() for p in params.values()]
+        buffers = persistent_buffers(network)
+        names = batch_norm_state(network)
+        return cls(list(params), x, population, local_steps, buffers, names)
 
     def zeros(self, indices: Iterable[int] | None = None) -> Tensors:
         """Zeros shaped like the chosen global parameters (all by default)."""
@@ -69,6 +85,21 @@ class LocalRule(ABC):
         have the same rate.
         """
 
+    def state_like(self, setting: Setting) -> Iterator[tuple[type, int, dict[str, Any]]]:
+        """What the optimisers keep: (their class, a parameter's index, its state by name).
+
+        Of the states only names, kinds and shapes mean anything; they come from one step of every
+        optimiser from zero weights with zero gradients, without a client axis.
+        """
+        leaves = [torch.zeros_like(x, requires_grad=True) for x in setting.x]
+        for leaf in leaves:
+            leaf.grad = torch.zeros_like(leaf)
+        for optimizer, indices in self.build(leaves, client_axis=False):
+            optimizer.step()
+            for i in indices:
+                state = optimizer.state.get(leaves[i], {})
+                yield type(optimizer), i, {k: v for k, v in state.items() if v is not None}
+
 
 class Upload(NamedTuple):
     """What a mechanism sends from each client of a block to the server, to be averaged.
@@ -76,13 +107,20 @@ class Upload(NamedTuple):
     Attributes:
         tensors: Each ``(C, *any)``.
         by_weight: Average with the round's client weights (the default) or uniformly.
-        sent: Whether a deployment would have to send it; False where the server can derive it
-            from the displacement (it then counts no bytes).
+        sent: What a deployment would send, for counting bytes: True for the tensors themselves,
+            False for nothing, where the server can derive them from the displacement, or what it
+            can restore them from, each ``(C, *any)``, such as low-rank factors.
     """
 
     tensors: Tensors
     by_weight: bool = True
-    sent: bool = True
+    sent: bool | Tensors = True
+
+    def payload(self) -> Tensors:
+        """What is sent, each ``(C, *any)``."""
+        if isinstance(self.sent, bool):
+            return self.tensors if self.sent else []
+        return self.sent
 
 
 @dataclass
@@ -92,16 +130,23 @@ class LocalRun:
     Attributes:
         round: The round r, 0-based.
         clients: The ids of the block's clients, C of them.
-        x0: x^r, the broadcast weights, without client axis.
+        x0: x^r, the broadcast weights, without client axis; of a parameter that stays local, the
+            clients' own start ``(C, *shape)``.
         x: The clients' weights ``(C, *shape)``, changed in place by every step.
         lr: The learning rate eta of each parameter in this round, not yet scaled by (1 - alpha).
         members: The local optimisers.
         steps: Local steps done so far, K_i at the end; equal for the clients of a block.
+        received: Bytes that the block's clients were sent beside x^r and the buffers.
         memory: For a mechanism to keep things from :meth:`Mechanism.begin` to
             :meth:`Mechanism.end`, under its own name.
         client_state: Per-client state by name, each tensor ``(C, *any)``: what was loaded before
             ``begin`` for each name in :attr:`Mechanism.client_state`; what a mechanism puts back
             in ``end`` is kept if the client's update is accepted.
+        full_gradient: The gradient of each client's loss over its whole data at x^r,
+            ``(C, *shape)``, where a mechanism asks for it (:attr:`Mechanism.full_gradient`).
+        anchor_gradient: The gradient at x^r of the batch of this step, ``(C, *shape)``, in
+            :meth:`Mechanism.correct`, where one asks for it (:attr:`Mechanism.anchor_gradient`).
+        buffers: The clients' buffers by name, each ``(C, *shape)``, changed by every forward.
     """
 
     round: int
@@ -112,8 +157,12 @@ class LocalRun:
     members: list[Member]
     client_axis: bool
     steps: int = 0
+    received: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Tensors] = field(default_factory=dict)
+    full_gradient: Tensors | None = None
+    anchor_gradient: Tensors | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     _displacement: Tensors | None = None
 
     def displacement(self) -> Tensors:
@@ -128,20 +177,35 @@ class LocalRun:
         inverse = [-1 / s if s > 0 else 0.0 for s in total]
         return list(torch._foreach_mul(self.displacement(), inverse))
 
-    def set_state(self, key: str, indices: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Places optimiser state, the same for every client, before the first step.
+    def set_state(
+        self, key: str, indices: Sequence[int], values: Sequence[Tensor], per_client: bool = False
+    ) -> None:
+        """Places optimiser state before the first step.
 
         Args:
             key: The optimiser's name for it, such as ``"momentum_buffer"``.
             indices: Which parameters.
-            values: One tensor of ``shape`` for each.
+            values: One tensor for each, without a client axis.
+            per_client: Whether the values are ``(C, *shape)`` instead, one for each client.
         """
         for i, value in zip(indices, values, strict=True):
             optimizer, leaf = self._leaf(i)
-            optimizer.state[leaf][key] = value.expand_as(leaf).clone()
+            if not per_client:
+                axis = (len(self.clients),) if self.client_axis else ()
+                value = value.expand(*axis, *value.shape)
+            elif not self.client_axis:
+                value = value[0]
+            optimizer.state[leaf][key] = value.clone()
+
+    def set_option(self, key: str, value: Any) -> None:  # noqa: ANN401
+        """Sets an option of every local optimiser that has it, such as ``"carried"``."""
+        for optimizer, _ in self.members:
+            for group in optimizer.param_groups:
+                if key in group:
+                    group[key] = value
 
     def get_state(self, key: str, indices: Sequence[int]) -> Tensors:
-        """Reads optimiser state as ``(C, *shape)`` views; zeros where there is none."""
+        """Reads optimiser state as ``(C, *any)`` views; weight-like zeros where there is none."""
         out = []
         for i in indices:
             optimizer, leaf = self._leaf(i)
@@ -149,6 +213,23 @@ class LocalRun:
             value = torch.zeros_like(leaf, requires_grad=False) if value is None else value
             out.append(value if self.client_axis else value.unsqueeze(0))
         return out
+
+    def set_count(self, key: str, indices: Sequence[int], value: float) -> None:
+        """Places a step count, which an optimiser keeps once for all clients of a block.
+
+        As torch's optimisers keep it, a tensor in the dtype and place of their fused kernels, or,
+        where the optimiser names its ``counts``, as a number.
+        """
+        for i in indices:
+            optimizer, leaf = self._leaf(i)
+            number = hasattr(optimizer, "counts")
+            count = value if number else torch.tensor(value, dtype=torch.float32).to(leaf.device)
+            optimizer.state[leaf][key] = count
+
+    def get_count(self, key: str, index: int) -> float:
+        """Reads a step count; 0 where there is none."""
+        optimizer, leaf = self._leaf(index)
+        return float(optimizer.state[leaf].get(key, 0.0))
 
     def _leaf(self, index: int) -> tuple[Optimizer, Tensor]:
         for optimizer, indices in self.members:
@@ -166,10 +247,22 @@ class Mechanism:
         client_state: Names of the per-client state that it keeps between rounds.
         server_state: What the server keeps and, unless :meth:`download` says otherwise, sends to
             the clients of the next round; saved in checkpoints.
+        full_gradient: Asks for a pass over each client's whole data at x^r before its local steps.
+            ``"client"``: the result is in :attr:`LocalRun.full_gradient`. ``"cohort"``: the whole
+            cohort makes its pass before any local step, and the mean comes to
+            :meth:`cohort_gradient`.
+        anchor_gradient: Asks for a second gradient of every batch, at x^r, with the same random
+            numbers (dropout), in :attr:`LocalRun.anchor_gradient`.
+        stays_local: Names of the parameters and buffers that the clients keep for themselves:
+            never averaged, sent or received. Set in :meth:`setup`, by a method's first mechanism
+            only.
     """
 
     name: str
     client_state: tuple[str, ...] = ()
+    full_gradient: Literal["client", "cohort"] | None = None
+    anchor_gradient: bool = False
+    stays_local: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.server_state: dict[str, Tensors] = {}
@@ -185,9 +278,34 @@ class Mechanism:
         """What a client receives beside x^r; for counting bytes."""
         return [t for tensors in self.server_state.values() for t in tensors]
 
+    def cohort_gradient(self, mean: Tensors) -> None:
+        """Before the first local step of a round, with ``full_gradient = "cohort"``.
+
+        Args:
+            mean: sum_i w_i grad f_i(x^r) over the cohort, in float64.
+        """
+
+    def receivers(self, run: LocalRun) -> int:
+        """How many clients of a block receive :meth:`download`: all, unless some hold it already.
+
+        Called after :meth:`begin`.
+        """
+        return len(run.clients)
+
     def local_scale(self, index: int) -> float:
         """Factor on the local rule's learning rate for one parameter."""
         return 1.0
+
+    def personalise(
+        self, x: Tensors, buffers: Mapping[str, Tensor], state: Mapping[str, Tensors]
+    ) -> None:
+        """Turns the global model into the clients' own ones, in place.
+
+        Args:
+            x: The global parameters, once for each client: ``(C, *shape)``.
+            buffers: The global buffers likewise, by name.
+            state: The clients' state, as in :attr:`LocalRun.client_state`.
+        """
 
     def begin(self, run: LocalRun) -> None:
         """Before the first local step of a block."""
@@ -211,7 +329,8 @@ class Mechanism:
         """At the round's end, before the server's step: new server state from the averaged upload.
 
         Args:
-            mean: The mean over the cohort of what :meth:`end` returned, in float64.
+            mean: The mean over the cohort of what :meth:`end` returned, in float64; empty if that
+                was nothing.
             cohort_size: S, the clients whose updates were accepted.
         """
 

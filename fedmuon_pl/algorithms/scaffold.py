@@ -1,6 +1,7 @@
 """SCAFFOLD: control variates against client drift."""
 
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -13,17 +14,30 @@ __all__ = ["ControlVariates", "Scaffold"]
 
 
 class ControlVariates(Mechanism):
-    """The control variates c (server) and c_i (client), option II of SCAFFOLD.
+    """The control variates c (server) and c_i (client) of SCAFFOLD.
 
-    Both start at zero. A local gradient g becomes ``g - c_i + c``; after K_i steps
-    ``c_i <- c_i - c + (x^r - x_i^{K_i}) / sum_k eta_{i,k}``, with the steps and rates that the
-    client really used, and the server adds ``(S/N) mean_{i in S} (c_i^+ - c_i)``, S of N clients,
+    Both start at zero. A local gradient g becomes ``g - c_i + c``. The client's new variate is, by
+    option I, its gradient at x^r over its whole data; by option II, after K_i steps,
+    ``c_i - c + (x^r - x_i^{K_i}) / sum_k eta_{i,k}``, with the steps and rates that the client
+    really used. The server adds ``(S/N) mean_{i in S} (c_i^+ - c_i)``, S of N clients,
     never weighted by size. Hence ``c = sum_i c_i / N`` at all times. Buffers and frozen parameters
     have no control variate.
+
+    Args:
+        option: ``"I"`` or ``"II"`` (equation 4).
+
+    Raises:
+        ValueError: For another option.
     """
 
     name = "control_variates"
     client_state = ("c_i",)
+
+    def __init__(self, option: Literal["I", "II"]) -> None:
+        super().__init__()
+        if option not in ("I", "II"):
+            raise ValueError(f'option={option!r}: SCAFFOLD has the options "I" and "II"')
+        self.full_gradient = "client" if option == "I" else None
 
     def setup(self, setting: Setting) -> None:
         """Sets c to zero."""
@@ -42,16 +56,23 @@ class ControlVariates(Mechanism):
         torch._foreach_add_(gradients, run.memory[self.name])
 
     def end(self, run: LocalRun) -> Upload:
-        """The change of c_i (equation 4, option II); the new c_i stays with the client."""
+        """The change of c_i (equation 4); the new c_i stays with the client."""
+        if run.full_gradient is not None:
+            change = list(torch._foreach_sub(run.full_gradient, run.client_state["c_i"]))
+        else:
+            change = self._second_option(run)
+        run.client_state["c_i"] = list(torch._foreach_add(run.client_state["c_i"], change))
+        return Upload(change, by_weight=False)
+
+    def _second_option(self, run: LocalRun) -> Tensors:
         if any(lr <= 0 for lr in run.lr):
             raise ConfigError(
                 f"round {run.round}: SCAFFOLD divides by the local learning rate, which is "
-                f"{min(run.lr)} in this round; use a schedule that stays positive"
+                f"{min(run.lr)} in this round; use a schedule that stays positive, or option I"
             )
         change = run.direction()
         torch._foreach_sub_(change, self.server_state["c"])
-        run.client_state["c_i"] = list(torch._foreach_add(run.client_state["c_i"], change))
-        return Upload(change, by_weight=False)
+        return change
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
         """Adds (S/N) times the mean change to c."""
@@ -60,13 +81,18 @@ class ControlVariates(Mechanism):
 
 
 class Scaffold(Algorithm):
-    """SCAFFOLD, option II, with plain SGD (Karimireddy et al., arXiv 1910.06378, Algorithm 1).
+    """SCAFFOLD with plain SGD (Karimireddy et al., arXiv 1910.06378, Algorithm 1).
 
     Args:
         lr: Local learning rate eta_l.
+        option: How a client renews its control variate: ``"II"``, from its own steps, as in the
+            paper's experiments, or ``"I"``, by a pass over its whole data at x^r, which is more
+            stable and costs as much as an epoch.
         server_lr: Global learning rate eta_g; 1 is plain averaging.
     """
 
-    def __init__(self, lr: float, server_lr: float = 1.0) -> None:
+    def __init__(
+        self, lr: float, option: Literal["I", "II"] = "II", server_lr: float = 1.0
+    ) -> None:
         rule = partial(torch.optim.SGD, lr=positive("server_lr", server_lr))
-        super().__init__(TorchRule(lr), [ControlVariates()], rule)
+        super().__init__(TorchRule(lr), [ControlVariates(option)], rule)

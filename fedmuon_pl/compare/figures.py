@@ -1,40 +1,35 @@
-"""Learning curves as in a paper: one colour per method everywhere, the seeds as a band.
-
-The colours are those of Okabe and Ito, which colour-blind readers can tell apart. A method's colour
-depends on its name only, so that it is the same in every figure of a project.
-"""
+"""Figures as in a paper, each as PNG, PDF and SVG: curves, final values, diagnostics."""
 
 import math
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .names import display_name
 from .runs import RunData
-from .tables import display_name, summarise
+from .style import distinct_styles
+from .summary import last, summarise
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["curve", "draw_curves", "method_style"]
+__all__ = ["DIAGNOSTICS", "X_AXES", "curve", "draw_curves", "draw_diagnostics", "draw_finals"]
 
-_VERMILLION, _ORANGE, _BLUE, _GREEN = "#D55E00", "#E69F00", "#0072B2", "#009E73"
-_PURPLE, _SKY, _GREY, _BLACK = "#CC79A7", "#56B4E9", "#7F7F7F", "#000000"
-# Yellow, the palette's last, is too faint for lines on white; grey stands in for it.
+X_AXES = {"round": "round", "comm/total_mb": "communicated MB", "seconds": "seconds of training"}
+"""What a curve may be drawn against, and how its axis is called."""
 
-_COLOURS = {
-    "fedmuon": _VERMILLION,
-    "local_muon": _ORANGE,
-    "fedavg": _BLUE,
-    "scaffold": _GREEN,
-    "fedadam": _PURPLE,
-    "fedprox": _SKY,
-    "fedcm": _BLACK,
-    "fedadamw": _GREY,
+DIAGNOSTICS = {
+    "fed/client_drift": "client drift",
+    "fed/alignment": "alignment of client updates",
+    "fed/update_norm": "norm of the global update",
+    "fed/orthogonality": "orthogonality of client updates",
+    "client/acc_worst10": "accuracy of the worst tenth",
+    "train/loss": "training loss",
 }
-_PALETTE = (_VERMILLION, _ORANGE, _BLUE, _GREEN, _PURPLE, _SKY, _GREY, _BLACK)
-_DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1)))
+"""The tags of :func:`draw_diagnostics`, and what each is called."""
 
 _STYLE: dict[Any, Any] = {  # Matplotlib types its keys as one long Literal
     "font.size": 9.0,
@@ -53,20 +48,8 @@ _STYLE: dict[Any, Any] = {  # Matplotlib types its keys as one long Literal
     "lines.linewidth": 1.4,
     "pdf.fonttype": 42,  # text stays text
     "svg.fonttype": "none",
+    "svg.hashsalt": "fedmuon_pl",  # the same picture is the same file
 }
-
-
-def method_style(method: str) -> tuple[str, Any]:
-    """A method's colour and line style, a function of its name alone.
-
-    The known methods have fixed colours and solid lines; another one's come from a hash of its name
-    and its line is dashed, so that it cannot be taken for a known one.
-    """
-    if method in _COLOURS:
-        return _COLOURS[method], "-"
-    number = zlib.crc32(method.encode())
-    colour = _PALETTE[number % len(_PALETTE)]
-    return colour, _DASHES[number // len(_PALETTE) % len(_DASHES)]
 
 
 def curve(
@@ -80,16 +63,20 @@ def curve(
     Args:
         runs: The seeds of one method.
         y: A tag.
-        x: ``round``, or a tag such as ``comm/total_mb``.
+        x: ``round``, ``seconds`` (the time of the rounds so far) or a tag such as
+            ``comm/total_mb``.
         band: Smallest to greatest, or one sample standard deviation to each side.
     """
     import pandas as pd
 
     columns = ["x", "mean", "low", "high"]
-    if any(y not in run.metrics or x not in run.metrics for run in runs):
+    across = [_across(run, x) for run in runs]
+    if any(
+        values is None or y not in run.metrics for values, run in zip(across, runs, strict=True)
+    ):
         return pd.DataFrame(columns=columns, dtype=float)
     ys = pd.concat([run.metrics.set_index("round")[y] for run in runs], axis=1)
-    xs = pd.concat([run.metrics.set_index("round", drop=False)[x] for run in runs], axis=1)
+    xs = pd.concat([values for values in across if values is not None], axis=1)
     both = ys.replace([math.inf, -math.inf], math.nan).notna().all(axis=1)
     both &= xs.notna().all(axis=1)
     ys, xs = ys[both], xs[both]
@@ -99,8 +86,17 @@ def curve(
         low, high = mean - half, mean + half
     else:
         low, high = ys.min(axis=1), ys.max(axis=1)
-    across = xs.mean(axis=1) + (1 if x == "round" else 0)
-    return pd.DataFrame(dict(zip(columns, (across, mean, low, high), strict=True)))
+    return pd.DataFrame(dict(zip(columns, (xs.mean(axis=1), mean, low, high), strict=True)))
+
+
+def _across(run: RunData, x: str) -> "pd.Series | None":
+    """The values on the x-axis, by round."""
+    metrics = run.metrics.set_index("round", drop=False)
+    if x == "round":
+        return metrics["round"] + 1
+    if x == "seconds":
+        return metrics["time/round_s"].cumsum() if "time/round_s" in metrics else None
+    return metrics.get(x)
 
 
 _METRIC_NAMES = {"acc": "accuracy", "loss": "loss", "ppl": "perplexity"}
@@ -113,8 +109,9 @@ def draw_curves(
     metric: str = "acc",
     band: Literal["minmax", "sd"] = "minmax",
     title: str = "",
+    against: Sequence[str] = ("round", "comm/total_mb"),
 ) -> list[Path]:
-    """Draws validation and test curves against rounds and communicated megabytes.
+    """Draws validation and test curves.
 
     Args:
         runs: The runs of one experiment, any methods and seeds.
@@ -122,96 +119,191 @@ def draw_curves(
         metric: ``acc`` for ``val/acc`` and ``test/acc``; another one likewise.
         band: What the band around the mean shows (see :func:`curve`).
         title: Above the figure; by default the experiment.
+        against: The x-axes, of :data:`X_AXES`; one that nothing was measured for is left out.
 
     Returns:
-        The written PNG and PDF.
+        The written PNG, PDF and SVG.
 
     Raises:
         ValueError: If no run has the metric.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import MaxNLocator
-
     tags = [
         tag for tag in (f"val/{metric}", f"test/{metric}") if any(tag in r.metrics for r in runs)
     ]
-    axes_x = [x for x in ("round", "comm/total_mb") if any(x in run.metrics for run in runs)]
     if not tags:
         raise ValueError(f"no run has val/{metric} or test/{metric}")
-    ranked = [row.method for row in summarise(runs, metric=metric)]
-    methods = {name: [run for run in runs if run.method == name] for name in ranked}
-    styles = _distinct_styles(ranked)
+    axes_x = [x for x in against if any(_across(run, x) is not None for run in runs)]
+    methods = _ranked(runs, metric)
     word = _METRIC_NAMES.get(metric, metric)
-
-    with matplotlib.rc_context(_STYLE):
-        size = (0.4 + 3.3 * len(axes_x), 0.75 + 2.45 * len(tags))
-        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    size = (0.4 + 3.3 * len(axes_x), 0.75 + 2.45 * len(tags))
+    with _figure(size, stem, title or _title(runs, band)) as (figure, paths):
         grid: Any = figure.subplots(
             len(tags), len(axes_x), squeeze=False, sharex="col", sharey="row"
         )
         for i, tag in enumerate(tags):
             for j, x in enumerate(axes_x):
-                axes: Axes = grid[i][j]
-                for name in reversed(ranked):  # the best lies on top
-                    frame = curve(methods[name], tag, x, band)
-                    colour, dash = styles[name]
-                    xs, mean = frame["x"].to_numpy(), frame["mean"].to_numpy()
-                    low, high = frame["low"].to_numpy(), frame["high"].to_numpy()
-                    axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0)
-                    marker = "o" if len(frame) == 1 else ""
-                    axes.plot(xs, mean, color=colour, linestyle=dash, marker=marker, markersize=3)
-                axes.margins(x=0.01)
+                _draw(grid[i][j], methods, tag, x, band)
                 if j == 0:
                     split = {"val": "validation", "test": "test"}[tag.split("/")[0]]
-                    axes.set_ylabel(f"{split} {word}")
+                    grid[i][j].set_ylabel(f"{split} {word}")
                 if i == len(tags) - 1:
-                    axes.set_xlabel({"round": "round"}.get(x, "communicated MB"))
-                if x == "round":
-                    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-        handles = [
-            Line2D([], [], color=styles[name][0], linestyle=styles[name][1]) for name in ranked
-        ]
-        figure.legend(
-            handles,
-            [display_name(name) for name in ranked],
-            loc="outside lower center",
-            ncols=min(len(ranked), 5 if len(axes_x) > 1 else 3),
-            frameon=False,
-            handlelength=1.8,
-            columnspacing=1.6,
-            borderpad=0.0,
-        )
-        figure.suptitle(title or _title(runs, band), fontsize=9, x=0.01, ha="left")
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # laid out once, for both files
-        paths = [Path(f"{stem}.png"), Path(f"{stem}.pdf")]
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], dpi=200)
-        figure.savefig(paths[1], metadata={"CreationDate": None})
+                    grid[i][j].set_xlabel(X_AXES.get(x, x))
+        _legend(figure, list(methods), 5 if len(axes_x) > 1 else 3)
     return paths
 
 
-def _title(runs: Sequence[RunData], band: str) -> str:
+def draw_diagnostics(
+    runs: Sequence[RunData], stem: str | Path, *, band: Literal["minmax", "sd"] = "minmax"
+) -> list[Path]:
+    """Draws those of :data:`DIAGNOSTICS` that were measured, against rounds.
+
+    Returns:
+        The written PNG, PDF and SVG; nothing where nothing was measured.
+    """
+    tags = [tag for tag in DIAGNOSTICS if any(tag in run.metrics for run in runs)]
+    if not tags:
+        return []
+    columns = min(3, len(tags))
+    rows = -(-len(tags) // columns)
+    methods = _ranked(runs, "acc")
+    size = (0.4 + 2.6 * columns, 0.75 + 2.0 * rows)
+    with _figure(size, stem, _title(runs, band)) as (figure, paths):
+        grid: Any = figure.subplots(rows, columns, squeeze=False, sharex=True)
+        for axes, tag in zip(grid.flat, tags, strict=False):
+            _draw(axes, methods, tag, "round", band)
+            axes.set_title(DIAGNOSTICS[tag], loc="left")
+        for axes in list(grid.flat)[len(tags) :]:
+            axes.set_visible(False)
+        for axes in list(grid.flat)[len(tags) - columns : len(tags)]:
+            axes.set_xlabel("round")
+            axes.tick_params(labelbottom=True)
+        _legend(figure, list(methods), 5 if columns > 1 else 3)
+    return paths
+
+
+def draw_finals(
+    runs: Sequence[RunData], stem: str | Path, *, metric: str = "acc", title: str = ""
+) -> list[Path]:
+    """Draws the metric after the last round: a point a seed, a stroke for the mean.
+
+    On the test set, or on the validation data where nothing was tested.
+
+    Returns:
+        The written PNG, PDF and SVG.
+
+    Raises:
+        ValueError: If no run has the metric after its last round.
+    """
+    methods = _ranked(runs, metric)
+    finals: dict[str, list[float]] = {}
+    tag = ""
+    for tag in (f"test/{metric}", f"val/{metric}"):
+        finals = {
+            name: [value for run in own if math.isfinite(value := last(run, tag))]
+            for name, own in methods.items()
+        }
+        if any(finals.values()):
+            break
+    else:
+        raise ValueError(f"no run has a finite test/{metric} or val/{metric} after its last round")
+    styles = distinct_styles(list(methods))
+    size = (4.6, 0.75 + 0.36 * len(methods))
+    with _figure(size, stem, title or _title(runs, None)) as (figure, paths):
+        axes: Axes = figure.subplots()
+        for place, (name, values) in enumerate(finals.items()):
+            spread = [0.09 * (2 * i - len(values) + 1) / max(1, len(values) - 1)
+                      for i in range(len(values))]  # fmt: skip
+            axes.plot(values, [place + s for s in spread], "o", color=styles[name][0],
+                      markersize=4.5, alpha=0.75, markeredgewidth=0)  # fmt: skip
+            if values:
+                mean = math.fsum(values) / len(values)
+                axes.plot([mean, mean], [place - 0.3, place + 0.3], color=styles[name][0], lw=2)
+        axes.set_yticks(range(len(finals)), [display_name(name) for name in finals])
+        axes.set_ylim(len(finals) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        split = {"val": "validation", "test": "test"}[tag.split("/")[0]]
+        axes.set_xlabel(f"{split} {_METRIC_NAMES.get(metric, metric)} after the last round")
+    return paths
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def _ranked(runs: Sequence[RunData], metric: str) -> dict[str, list[RunData]]:
+    """Each method's runs, the best first."""
+    names = summarise(runs, metric=metric)["method"]
+    return {name: [run for run in runs if run.method == name] for name in names}
+
+
+def _draw(
+    axes: "Axes",
+    methods: dict[str, list[RunData]],
+    tag: str,
+    x: str,
+    band: Literal["minmax", "sd"],
+) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    styles = distinct_styles(list(methods))
+    for name in reversed(methods):  # the best lies on top
+        frame = curve(methods[name], tag, x, band)
+        colour, dash = styles[name]
+        xs, mean = frame["x"].to_numpy(), frame["mean"].to_numpy()
+        low, high = frame["low"].to_numpy(), frame["high"].to_numpy()
+        axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0)
+        marker = "o" if len(frame) == 1 else ""
+        axes.plot(xs, mean, color=colour, linestyle=dash, marker=marker, markersize=3)
+    axes.margins(x=0.01)
+    if x == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+
+
+def _legend(figure: "Figure", methods: Sequence[str], columns: int) -> None:
+    from matplotlib.lines import Line2D
+
+    styles = distinct_styles(methods)
+    handles = [Line2D([], [], color=styles[name][0], linestyle=styles[name][1]) for name in methods]
+    figure.legend(
+        handles,
+        [display_name(name) for name in methods],
+        loc="outside lower center",
+        ncols=min(len(methods), columns),
+        frameon=False,
+        handlelength=1.8,
+        columnspacing=1.6,
+        borderpad=0.0,
+    )
+
+
+@contextmanager
+def _figure(
+    size: tuple[float, float], stem: str | Path, title: str
+) -> "Iterator[tuple[Figure, list[Path]]]":
+    """A figure in the paper's style, written as PNG, PDF and SVG when its block ends."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    paths = [Path(f"{stem}.{kind}") for kind in ("png", "pdf", "svg")]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+        yield figure, paths
+        figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once, for all files
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(paths[0], dpi=200)
+        figure.savefig(paths[1], metadata={"CreationDate": None})
+        figure.savefig(paths[2], metadata={"Date": None})
+
+
+def _title(runs: Sequence[RunData], band: str | None) -> str:
     methods = [run.method for run in runs]
     seeds = sorted({methods.count(method) for method in methods})
     experiment = ", ".join(dict.fromkeys(run.experiment for run in runs))
     if seeds[-1] < 2:
         return f"{experiment}, one seed"
-    spread = "smallest to greatest" if band == "minmax" else "± one standard deviation"
     count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
+    if band is None:
+        return f"{experiment}: {count} seeds and their mean"
+    spread = "smallest to greatest" if band == "minmax" else "± one standard deviation"
     return f"{experiment}: mean of {count} seeds, band: {spread}"
-
-
-def _distinct_styles(methods: Sequence[str]) -> dict[str, tuple[str, Any]]:
-    """Each method's own style; where two would look the same, the later gets another dash."""
-    styles: dict[str, tuple[str, Any]] = {}
-    for name in sorted(methods):
-        colour, dash = method_style(name)
-        for other in _DASHES:
-            if (colour, dash) not in styles.values():
-                break
-            dash = other
-        styles[name] = (colour, dash)
-    return styles

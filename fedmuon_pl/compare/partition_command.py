@@ -7,25 +7,17 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from ..arguments import ConfigName, Parser, root_cause
-from ..data import digits, partition  # noqa: F401  (so that a configuration can name them)
+from ..data import catalogue  # noqa: F401  (so that a configuration can name them)
 from ..data.datamodule import FederatedDataModule
 from ..errors import FedMuonError
 from .partition_report import partition_figure, partition_table
 
-__all__ = ["partition_main"]
+__all__ = ["load_data", "partition_main"]
 
 _IGNORED = ("seed_everything", "trainer", "model", "server", "method", "threads", "ckpt_path")
 
 
-def partition_main(args: list[str]) -> int:
-    """Prints class counts per client and writes a picture.
-
-    Args:
-        args: The command line after ``partition``.
-
-    Returns:
-        The exit status: 0, or 2 after one sentence on the standard error.
-    """
+def _parser() -> Parser:
     parser = Parser(
         prog="fedmuon partition",
         description="Class counts of every client: a table, and a picture. "
@@ -39,6 +31,35 @@ def partition_main(args: list[str]) -> int:
     for key in _IGNORED:
         # A run's configuration has more than data; the rest does not matter here.
         parser.add_argument(f"--{key}", type=dict | int | str | None, help="==SUPPRESS==")
+    return parser
+
+
+def load_data(config: Path) -> FederatedDataModule:
+    """The data module of a saved ``config.yaml``, set up, with its partition.
+
+    Raises:
+        ValueError: If the configuration names no data, or they are not there.
+    """
+    parser = _parser()
+    parser.exit_on_error = False
+    try:
+        data = parser.instantiate(parser.parse_args(["-c", str(config)])).data
+        data.setup()
+    except Exception as e:
+        raise ValueError(str(root_cause(e))) from e
+    return data  # type: ignore[no-any-return]
+
+
+def partition_main(args: list[str]) -> int:
+    """Prints class counts per client and writes a picture.
+
+    Args:
+        args: The command line after ``partition``.
+
+    Returns:
+        The exit status: 0, or 2 after one sentence on the standard error.
+    """
+    parser = _parser()
     config = parser.parse_args(args)
     try:
         return _show(parser, config)

@@ -7,7 +7,7 @@ once its last round is logged, ``done``. Only text files are read here; nothing 
 import csv
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Problem",
     "RunData",
-    "differences",
     "done_rounds",
     "flatten",
     "progress",
@@ -219,80 +218,3 @@ def read_runs(
             same = f"{run.experiment}, {run.method}, seed {run.seed}"
             problems.append(Problem(folder, f"the same run ({same}) is also in {first.folder}"))
     return [runs[key] for key in sorted(runs)], problems
-
-
-# Keys under which two fairly compared runs may differ: how fast, where, how shown; never what.
-_FREE = re.compile(r"(^|\.)(clients_at_once|num_workers|pin_memory|download|root|data_dir|cache)$")
-_SECTIONS = re.compile(
-    r"^(data|server|model)\.|^trainer\.(max_epochs|precision)$|(^|\.)(local_\w+|batch_size)$"
-)
-_METHOD = re.compile(r"(^|\.)algorithm(\.|$)")
-_ABSENT = "(absent)"
-
-
-def _fair(config: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same for every method of a comparison, as text."""
-    return {
-        key: json.dumps(value, default=str)
-        for key, value in config.items()
-        if _SECTIONS.search(key) and not _METHOD.search(key) and not _FREE.search(key)
-    }
-
-
-def _differing(runs: Mapping[str, Mapping[str, str]]) -> Iterable[tuple[str, str]]:
-    """Each key whose value is not the same everywhere, with who has what."""
-    for key in sorted({key for config in runs.values() for key in config}):
-        owners: dict[str, list[str]] = {}
-        for name, config in runs.items():
-            owners.setdefault(config.get(key, _ABSENT), []).append(name)
-        if len(owners) > 1:
-            yield key, "; ".join(f"{value} in {', '.join(who)}" for value, who in owners.items())
-
-
-def differences(runs: Sequence[RunData]) -> list[str]:
-    """What makes a comparison of these runs unfair, one sentence each; empty where nothing does.
-
-    Compared are data, model, server, rounds, local steps and batch size between the methods of an
-    experiment, everything that a method is between its own seeds, and the sets of seeds.
-    """
-    notes: list[str] = []
-    for experiment in dict.fromkeys(run.experiment for run in runs):
-        members = [run for run in runs if run.experiment == experiment]
-        methods = {
-            name: [run for run in members if run.method == name]
-            for name in dict.fromkeys(run.method for run in members)
-        }
-        for name, own in methods.items():
-            configs = {
-                f"seed {run.seed}": {
-                    **_fair(run.config),
-                    **{k: json.dumps(v, default=str) for k, v in run.config.items()
-                       if _METHOD.search(k)},
-                }
-                for run in own
-                if run.config
-            }  # fmt: skip
-            notes += [
-                f"{experiment}, {name}: its seeds differ in {key}: {who}"
-                for key, who in _differing(configs)
-            ]
-        firsts = {name: _fair(own[0].config) for name, own in methods.items() if own[0].config}
-        notes += [
-            f"{experiment}: not the same data, cohort or budget, {key}: {who}"
-            for key, who in _differing(firsts)
-        ]
-        notes += [
-            f"{experiment}: {run.folder} has no config.yaml to tell whether it compares"
-            for run in members
-            if not run.config
-        ]
-        seeds = {n: {"seeds": str(sorted(r.seed for r in own))} for n, own in methods.items()}
-        notes += [f"{experiment}: not the same seeds: {who}" for _, who in _differing(seeds)]
-        lengths = {
-            n: {"rounds": str(max(len(r.metrics) for r in own))} for n, own in methods.items()
-        }
-        notes += [f"{experiment}: not the same rounds: {who}" for _, who in _differing(lengths)]
-        parents = sorted({str(run.folder.parent) for run in members})
-        if len(parents) > 1:
-            notes.append(f"{experiment}: its runs come from several folders: {', '.join(parents)}")
-    return notes

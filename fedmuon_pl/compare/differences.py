@@ -1,0 +1,134 @@
+"""Whether runs may be compared, and what tells them apart."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .runs import RunData
+
+if TYPE_CHECKING:
+    import pandas as pd  # type: ignore[import-untyped,unused-ignore]
+
+__all__ = ["conditions", "differences", "settings"]
+
+# Keys under which two fairly compared runs may differ: how fast, where, how shown; never what.
+_FREE = re.compile(r"(^|\.)(clients_at_once|num_workers|pin_memory|download|root|data_dir|cache)$")
+_SECTIONS = re.compile(
+    r"^(data|server|model)\.|^trainer\.(max_epochs|precision)$|(^|\.)(local_\w+|batch_size)$"
+)
+_METHOD = re.compile(r"(^|\.)algorithm(\.|$)")
+_ABSENT = "(absent)"
+
+
+def _fair(config: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same for every method of a comparison, as text."""
+    return {
+        key: json.dumps(value, default=str)
+        for key, value in config.items()
+        if _SECTIONS.search(key) and not _METHOD.search(key) and not _FREE.search(key)
+    }
+
+
+def conditions(run: RunData) -> str:
+    """Data, cohorts, network, rounds and budget as one text, equal where runs compare.
+
+    Empty for a run without a configuration: nobody can tell.
+    """
+    if not run.config:
+        return ""
+    return json.dumps([len(run.metrics), _fair(run.config)], sort_keys=True)
+
+
+def settings(runs: Sequence[RunData]) -> "pd.DataFrame":
+    """What differs between the methods' configurations, and only that.
+
+    Args:
+        runs: The runs of one experiment.
+
+    Returns:
+        A row per dotted key, a column per method; values as text, empty where a method has no such
+        key, ``a | b`` where its seeds differ.
+    """
+    import pandas as pd
+
+    paths = re.compile(
+        r"^(method|experiment|seed_everything|ckpt_path|threads)$|_dir$|^trainer\.logger"
+    )
+    values: dict[str, dict[str, str]] = {}
+    methods = list(dict.fromkeys(run.method for run in runs))
+    for name in methods:
+        configs = [run.config for run in runs if run.method == name]
+        for key in dict.fromkeys(key for config in configs for key in config):
+            texts = dict.fromkeys(_plain(config.get(key, "")) for config in configs)
+            if not paths.search(key):
+                values.setdefault(key, {})[name] = " | ".join(texts)
+    rows = {
+        key: [own.get(name, "") for name in methods]
+        for key, own in values.items()
+        if len({own.get(name, "") for name in methods}) > 1
+    }
+    return pd.DataFrame.from_dict(rows, orient="index", columns=methods)
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _differing(runs: Mapping[str, Mapping[str, str]]) -> Iterable[tuple[str, str]]:
+    """Each key whose value is not the same everywhere, with who has what."""
+    for key in sorted({key for config in runs.values() for key in config}):
+        owners: dict[str, list[str]] = {}
+        for name, config in runs.items():
+            owners.setdefault(config.get(key, _ABSENT), []).append(name)
+        if len(owners) > 1:
+            yield key, "; ".join(f"{value} in {', '.join(who)}" for value, who in owners.items())
+
+
+def differences(runs: Sequence[RunData]) -> list[str]:
+    """What makes a comparison of these runs unfair, one sentence each; empty where nothing does.
+
+    Compared are data, model, server, rounds, local steps and batch size between the methods of an
+    experiment, everything that a method is between its own seeds, and the sets of seeds.
+    """
+    notes: list[str] = []
+    for experiment in dict.fromkeys(run.experiment for run in runs):
+        members = [run for run in runs if run.experiment == experiment]
+        methods = {
+            name: [run for run in members if run.method == name]
+            for name in dict.fromkeys(run.method for run in members)
+        }
+        for name, own in methods.items():
+            configs = {
+                f"seed {run.seed}": {
+                    **_fair(run.config),
+                    **{k: json.dumps(v, default=str) for k, v in run.config.items()
+                       if _METHOD.search(k)},
+                }
+                for run in own
+                if run.config
+            }  # fmt: skip
+            notes += [
+                f"{experiment}, {name}: its seeds differ in {key}: {who}"
+                for key, who in _differing(configs)
+            ]
+        firsts = {name: _fair(own[0].config) for name, own in methods.items() if own[0].config}
+        notes += [
+            f"{experiment}: not the same data, cohort or budget, {key}: {who}"
+            for key, who in _differing(firsts)
+        ]
+        notes += [
+            f"{experiment}: {run.folder} has no config.yaml to tell whether it compares"
+            for run in members
+            if not run.config
+        ]
+        seeds = {n: {"seeds": str(sorted(r.seed for r in own))} for n, own in methods.items()}
+        notes += [f"{experiment}: not the same seeds: {who}" for _, who in _differing(seeds)]
+        lengths = {
+            n: {"rounds": str(max(len(r.metrics) for r in own))} for n, own in methods.items()
+        }
+        notes += [f"{experiment}: not the same rounds: {who}" for _, who in _differing(lengths)]
+        parents = sorted({str(run.folder.parent) for run in members})
+        if len(parents) > 1:
+            notes.append(f"{experiment}: its runs come from several folders: {', '.join(parents)}")
+    return notes

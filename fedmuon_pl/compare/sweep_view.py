@@ -1,0 +1,120 @@
+"""What a sweep shows while it runs."""
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from .execute import Event
+from .plan import Run
+
+__all__ = ["SweepView"]
+
+_MARKS = {
+    "started": ("▸", "cyan"),
+    "done": ("✓", "green"),
+    "skipped": ("✓", "dim"),
+    "failed": ("✗", "red"),
+    "stopped": ("■", "yellow"),
+}
+
+
+class SweepView:
+    """Shows a sweep: a line for each run that starts or ends, and in a terminal those that run."""
+
+    def __init__(self, console: Console, runs: Sequence[Run], tag: str) -> None:
+        self._console, self._tag = console, tag
+        self._total = len(runs)
+        self._ended = 0
+        self._width = max(len(run.name) for run in runs)
+        self._running: dict[str, Event] = {}
+        self._since: dict[str, float] = {}
+        self._rounds = {run.name: run.rounds or 0 for run in runs}  # still to do
+        self._trained = 0
+        self._begin = time.monotonic()
+        self._stopping = False
+        self._live: Live | None = None
+
+    def __enter__(self) -> "SweepView":
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=self._render,
+                console=self._console,
+                refresh_per_second=4,
+                transient=True,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Takes note of an event, and says so."""
+        name = event.run.name
+        before = self._running.get(name)
+        if before is not None:
+            self._trained += event.rounds - before.rounds
+        self._rounds[name] = max(0, (event.run.rounds or 0) - event.rounds)
+        if event.kind == "stopping" and not self._stopping:
+            self._stopping = True
+            self._console.print("Stopping: what runs ends with its round; Ctrl-C again kills it.")
+        if event.kind in ("started", "progress", "stopping"):
+            self._since.setdefault(name, time.monotonic())
+            self._running[name] = event
+        else:
+            self._running.pop(name, None)
+            self._rounds[name] = 0
+            self._ended += 1
+        if event.kind in ("progress", "stopping") or (
+            event.kind == "started" and self._live is not None
+        ):
+            return
+        mark, style = _MARKS[event.kind]
+        line = Text.assemble((mark, style), " ", *self._words(event))
+        if event.kind in ("done", "stopped"):
+            line.append(f"  {_duration(time.monotonic() - self._since[name])}")
+        if event.kind == "skipped":
+            line.append("  already finished", "dim")
+        if event.reason:
+            line.append(f"  {event.reason}", "red")
+        self._console.print(line, soft_wrap=True)
+
+    def _words(self, event: Event) -> list[str]:
+        words = [event.run.name.ljust(self._width)]
+        if event.kind != "started" or event.rounds:
+            words.append(f"  round {event.rounds}/{event.run.rounds or '?'}")
+        if event.value is not None:
+            words.append(f"  {self._tag} {event.value:.4f}")
+        return words
+
+    def _render(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        now = time.monotonic()
+        for name, event in self._running.items():
+            value = "" if event.value is None else f"{self._tag} {event.value:.4f}"
+            grid.add_row(
+                Text("▸", "cyan"),
+                name,
+                f"round {event.rounds}/{event.run.rounds or '?'}",
+                value,
+                Text(_duration(now - self._since[name]), "dim"),
+            )
+        left = ""
+        if self._trained and all(event.run.rounds for event in self._running.values()):
+            seconds = sum(self._rounds.values()) * (now - self._begin) / self._trained
+            left = f", about {_duration(seconds)} left"
+        return Group(grid, Text(f"{self._ended} of {self._total} runs ended{left}", "bold"))
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,244 @@
+"""Optimisers that methods share: carried Adam, LMO steps, several optimisers as one."""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import reference
+import torch
+from federation import federate
+
+from fedmuon_pl import FedAdamW, FedLADA, FedMuonLMO, LocalMuon, MuLoCo, ServerMuon
+from fedmuon_pl.optim.carried import CarriedAdamW
+from fedmuon_pl.optim.chained import Chained
+from fedmuon_pl.optim.lmo import LMO
+from fedmuon_pl.optim.muon import Muon, step_scale
+from fedmuon_pl.optim.orthogonalize import Orthogonalizer
+
+EXACT = {"rtol": 0, "atol": 1e-13}
+SHAPES = [(3, 4), (5,), (), (2, 3, 2, 2)]
+SVD = Orthogonalizer("svd")
+
+
+def leaves(shapes=SHAPES, clients=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lead = () if clients is None else (clients,)
+    return [
+        torch.randn((*lead, *s), generator=generator, dtype=torch.float64).requires_grad_()
+        for s in shapes
+    ]
+
+
+def steps(optimizer, params, count, seed=1):
+    """Steps on gradients that depend on the seed only."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        optimizer.step()
+
+
+def same(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+# -- carried Adam -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_fresh_moments_are_torchs_adamw(amsgrad):
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
+    mine, theirs = leaves(), leaves()
+    steps(CarriedAdamW(mine, **options, amsgrad=amsgrad), mine, 5)
+    steps(torch.optim.AdamW(theirs, **options, amsgrad=amsgrad), theirs, 5)
+    same(mine, theirs)
+
+
+def test_no_bias_correction():
+    (p,) = leaves([()])
+    start = p.detach().clone()
+    optimizer = CarriedAdamW([p], lr=0.5, betas=(0.9, 0.99), eps=0.0, bias_correction=False)
+    p.grad = torch.full_like(p, -3.0)
+    optimizer.step()
+    torch.testing.assert_close(p.detach() - start, torch.full_like(p, 0.5), **EXACT)  # 0.1 / 0.1
+
+
+def test_carried_moments_go_on_as_if_never_stopped():
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
+    whole, parts = leaves(), leaves()
+    reference = CarriedAdamW(whole, **options)
+    steps(reference, whole, 3, seed=1)
+    steps(reference, whole, 2, seed=2)
+    first = CarriedAdamW(parts, **options)
+    steps(first, parts, 3, seed=1)
+    second = CarriedAdamW(parts, **options, carried=(0.8**3, 0.9**3))
+    for p in parts:
+        second.state[p] = {k: first.state[p][k] for k in ("exp_avg", "exp_avg_sq")}
+    steps(second, parts, 2, seed=2)
+    same(parts, whole)
+
+
+def test_each_client_carries_its_own():
+    options = {"lr": 0.1, "betas": (0.8, 0.9)}
+    decays = torch.tensor([[1.0, 0.5, 0.2], [1.0, 0.7, 0.6]], dtype=torch.float64)
+    together = leaves(clients=3)
+    alone = [[p.detach()[c].clone().requires_grad_() for p in together] for c in range(3)]
+    optimizer = CarriedAdamW(together, **options, carried=tuple(decays))
+    others = [
+        CarriedAdamW(alone[c], **options, carried=tuple(decays[:, c].tolist())) for c in range(3)
+    ]
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for i, p in enumerate(together):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            for c in range(3):
+                alone[c][i].grad = p.grad[c].clone()
+        for each in (optimizer, *others):
+            each.step()
+    for c in range(3):
+        same([p[c] for p in together], alone[c])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"eps": -1.0}, {"weight_decay": -1.0}, {"betas": (0.9, 1.0)}]
+)
+def test_carried_adam_refuses(bad):
+    with pytest.raises(ValueError, match=f"CarriedAdamW: {next(iter(bad))} must be"):
+        CarriedAdamW(leaves(), **bad)
+
+
+# -- LMO --------------------------------------------------------------------------------------
+
+
+def test_lmo_of_matrices_without_correction_is_muon():
+    shapes = [(3, 4), (4, 3), (2, 3, 2, 2)]
+    mine, theirs = leaves(shapes), leaves(shapes)
+    steps(LMO(mine, 0.1, 0.3, "rms", SVD), mine, 4)
+    muon = partial(Muon, lr=0.1, momentum=0.7, ema=True, nesterov=False, scale="rms")
+    steps(muon(theirs, orthogonalizer=SVD), theirs, 4)
+    same(mine, theirs)
+
+
+def test_lmo_of_the_rest_is_a_unit_step_of_each_client():
+    x = leaves([(5,), (), (2, 3)], clients=3)
+    before = [p.detach().clone() for p in x]
+    optimizer = LMO([{"params": x, "spectral": False}], 0.1, 0.25, client_axis=True)
+    correction = [torch.randn_like(p) for p in x]
+    for p, d in zip(x, correction, strict=True):
+        optimizer.state[p]["correction"] = d
+        p.grad = torch.zeros_like(p)
+        p.grad[1] = 4.0  # M = 1 after one step
+        d[2] = 0.0  # nothing to follow: no step
+    optimizer.step()
+    for p, old, d in zip(x, before, correction, strict=True):
+        for c, along in ((0, d[0]), (1, d[1] + 1)):
+            step = -0.1 * along / along.pow(2).sum().sqrt()
+            torch.testing.assert_close(p[c] - old[c], step, **EXACT)
+        assert torch.equal(p[2], old[2])
+
+
+def test_lmo_refuses_vectors_among_matrices():
+    with pytest.raises(ValueError, match="2 or more axes"):
+        LMO(leaves([(5,)]))
+
+
+# -- several as one ---------------------------------------------------------------------------
+
+
+def pair(params):
+    muon = Muon([params[0]], lr=0.1, orthogonalizer=SVD)
+    return [muon, torch.optim.SGD(params[1:3], lr=0.2, momentum=0.9), torch.optim.AdamW(params[3:])]
+
+
+def test_chained_is_each_alone_and_survives_copies_and_checkpoints():
+    alone, chained, copied, loaded = (leaves() for _ in range(4))
+    for optimizer in pair(alone):
+        for seed in (1, 2):
+            generator = torch.Generator().manual_seed(seed)
+            for _ in range(3):
+                for p in alone:
+                    p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+                optimizer.step()
+    first = Chained(pair(chained))
+    steps(first, chained, 3, seed=1)
+    box = deepcopy({"optimizer": first, "params": chained})
+    again = Chained(pair(loaded))
+    again.load_state_dict(deepcopy(first.state_dict()))
+    with torch.no_grad():
+        for p, q in zip(loaded, chained, strict=True):
+            p.copy_(q)
+    copied = box["params"]
+    for optimizer, params in ((first, chained), (box["optimizer"], copied), (again, loaded)):
+        steps(optimizer, params, 3, seed=2)
+        same(params, alone)
+
+
+def test_chained_rates_can_be_changed():
+    params = leaves()
+    before = [p.detach().clone() for p in params]
+    optimizer = Chained(pair(params))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    steps(optimizer, params, 2)
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_chained_refuses():
+    params = leaves()
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        Chained([torch.optim.SGD(params, lr=0.1), torch.optim.SGD(params[:1], lr=0.1)])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Chained([])
+    with pytest.raises(ValueError, match="before chaining"):
+        Chained([torch.optim.SGD(params, lr=0.1)]).add_param_group({"params": leaves()})
+
+
+# -- what they rest on ------------------------------------------------------------------------
+
+
+def test_no_iteration_is_the_matrix_over_its_norm():
+    m = leaves([(40, 120)])[0].detach()
+    for method in ("newton_schulz", "polar_express"):
+        found = Orthogonalizer(method, steps=0)(m)
+        torch.testing.assert_close(found, m / (m.pow(2).sum().sqrt() + 1e-7), **EXACT)
+
+
+def test_operator_scale():
+    assert step_scale(8, 2, "operator") == 2.0
+    assert step_scale(2, 8, "operator") == 0.5
+
+
+# -- arguments of the methods that use them -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (partial(FedLADA, alpha=0.0), r"alpha=0.0: must be in \(0, 1\]"),
+        (partial(FedLADA, eps=0.0), "eps=0.0: must be positive"),
+        (partial(FedAdamW, alpha=1.0), r"alpha=1.0: must be in \[0, 1\)"),
+        (partial(FedAdamW, second_moment="mean"), "second_moment=mean: use 'block_mean' or 'full'"),
+        (partial(FedMuonLMO, alpha=0.0), r"alpha=0.0: must be in \(0, 1\]"),
+        (partial(FedMuonLMO, server_lr=0.0), "server_lr=0.0: must be positive"),
+        (partial(MuLoCo, server_lr=-1.0), "server_lr=-1.0: must be positive"),
+        (partial(ServerMuon, rest=partial(torch.optim.SGD, lr=0.1)), "set by `lr`"),
+        (partial(ServerMuon, server_lr=0.0), "server_lr=0.0: must be positive"),
+    ],
+)
+def test_methods_refuse(method, message):
+    with pytest.raises(ValueError, match=message):
+        method(0.1)
+
+
+def test_muloco_with_a_plain_server_and_no_kept_state_is_local_muon(tmp_path):
+    _, _, data = reference.tiny_problem()
+    options = {"beta": 0.9, "scale": "rms", "weight_decay": 0.1}
+    plain = {"server_lr": 1.0, "server_momentum": 0.0, "server_nesterov": False}
+    adam = {"rest_betas": (0.9, 0.99), "rest_eps": 1e-8}
+    mine, _ = federate(
+        MuLoCo(0.05, 0.02, **options, **plain, keep_state=False), data, tmp_path / "a"
+    )
+    theirs, _ = federate(LocalMuon(0.05, 0.02, **options, **adam), data, tmp_path / "b")
+    for x, y in zip(mine.x, theirs.x, strict=True):
+        same(x.values(), y.values())
