@@ -20,7 +20,9 @@ def clients_at_once(module: "FederatedModule", device: torch.device) -> int:
     Raises:
         ConfigError: If more than one was asked for and that is impossible.
     """
-    asked, cohort = module.clients_at_once, module.server.cohort_size
+    asked = module.clients_at_once
+    # An even share; one that unequal work makes larger trains in more blocks.
+    cohort = -(-module.server.cohort_size // module.trainer.world_size)
     if asked == 1 or cohort == 1 or (asked == "auto" and device.type == "cpu"):
         return 1
     fault: str | None

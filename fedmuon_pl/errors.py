@@ -1,6 +1,6 @@
 """Errors that a user can mend: one clear sentence each, shown by the CLI without a traceback."""
 
-__all__ = ["ConfigError", "FedMuonError", "NonFiniteUpdate"]
+__all__ = ["ConfigError", "FedMuonError", "NonFiniteUpdate", "ProcessLost"]
 
 
 class FedMuonError(Exception):
@@ -13,3 +13,7 @@ class ConfigError(FedMuonError, ValueError):
 
 class NonFiniteUpdate(FedMuonError, RuntimeError):
     """A client's loss, weights or buffers became infinite or not-a-number."""
+
+
+class ProcessLost(FedMuonError, RuntimeError):
+    """Another process of the run has ended, or cannot be reached any more."""

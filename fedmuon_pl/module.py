@@ -8,6 +8,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torchmetrics import MetricCollection
 
 from . import engine
@@ -175,6 +176,7 @@ class FederatedModule(LightningModule):
         return {
             "clients_at_once": self._at_once,
             "channels_last": self._channels_last,
+            "processes": self.trainer.world_size,
             "threads": torch.get_num_threads(),
             "device": self.device.type,
             "torch": str(torch.__version__),
@@ -198,15 +200,16 @@ class FederatedModule(LightningModule):
     # -- a round ------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
-        """All clients of the round, then the server's step."""
+        """This process's clients of the round, then the server's step."""
         plan = self.server.plan or self.server.open_round(self.trainer, self)
         devices = [self.device] if self.device.type == "cuda" else []
         with autocast_off(self.device.type), torch.random.fork_rng(devices):
             if self.algorithm.asks_for("cohort"):
                 self._cohort_gradient(plan)
-            for clients, batches in self._blocks({c: self._batches(plan, c) for c in plan.clients}):
+            for clients, batches in self._blocks({c: self._batches(plan, c) for c in plan.share}):
                 self._train_block(plan, clients, batches)
                 self._advance(len(clients))
+            self._advance(len(plan.clients) - len(plan.share))
             self.server.close_round(self.trainer, self)
 
     def _batches(self, plan: RoundPlan, client: int) -> list[IntArray]:
@@ -237,9 +240,9 @@ class FederatedModule(LightningModule):
 
     def _cohort_gradient(self, plan: RoundPlan) -> None:
         """The first of two exchanges: the cohort's mean gradient at x^r."""
-        for clients, gradients in self._full_gradients(plan, plan.clients):
+        for clients, gradients in self._full_gradients(plan, plan.share):
             self.server.receive_full_gradients(clients, gradients)
-        mean = self.server.mean_full_gradient()
+        mean = self.server.mean_full_gradient(self.trainer)
         for mechanism in self.algorithm.mechanisms:
             if mechanism.full_gradient == "cohort":
                 mechanism.cohort_gradient(mean)
@@ -364,7 +367,8 @@ class FederatedModule(LightningModule):
     def _evaluate(self, batch: Any, split: str) -> None:  # noqa: ANN401
         metrics = self.evaluators[split]
         assert isinstance(metrics, MetricCollection)
-        self.task.evaluate(self.network, batch, metrics)
+        if len(tree_leaves(batch)[0]):  # a process may have no part in it
+            self.task.evaluate(self.network, batch, metrics)
 
     def on_validation_epoch_end(self) -> None:
         """Computes what the validation measured."""

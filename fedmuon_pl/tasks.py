@@ -81,6 +81,13 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no classes")
 
 
+def _mean() -> MeanMetric:
+    """A mean in float64: the same digits however the batches are shared out."""
+    metric = MeanMetric()
+    metric.set_dtype(torch.float64)
+    return metric
+
+
 class Classification(Task):
     """One label for each input: batches are ``(inputs (B, ...), labels (B,))``.
 
@@ -119,7 +126,7 @@ class Classification(Task):
     def metrics(self) -> MetricCollection:
         """``acc`` and ``loss``, both means over samples."""
         accuracy = MulticlassAccuracy(self.num_classes, average="micro")
-        return MetricCollection({"acc": accuracy, "loss": MeanMetric()}, compute_groups=False)
+        return MetricCollection({"acc": accuracy, "loss": _mean()}, compute_groups=False)
 
     def class_metric(self) -> MulticlassAccuracy:
         """The share of each class that is recognised, ``(classes,)``."""
@@ -175,7 +182,7 @@ class LanguageModelling(Task):
         accuracy = MulticlassAccuracy(
             self.vocabulary, average="micro", ignore_index=self.ignore_index
         )
-        return MetricCollection({"acc": accuracy, "loss": MeanMetric()}, compute_groups=False)
+        return MetricCollection({"acc": accuracy, "loss": _mean()}, compute_groups=False)
 
     def evaluate(self, network: Forward, batch: Tensor, metrics: MetricCollection) -> None:
         """See :class:`Task`."""

@@ -22,6 +22,7 @@ from .data.datamodule import FederatedDataModule
 from .environment import record_start
 from .errors import ConfigError, FedMuonError
 from .module import FederatedModule
+from .parallel import ClientParallel, processes_of_launcher, processes_threads
 from .server.callback import FederatedServer, run_folder
 from .server.checks import check_trainer_config
 from .server.progress import RoundProgressBar
@@ -47,7 +48,8 @@ class _SaveRunConfig(SaveConfigCallback):
         path = run_folder(trainer) / self.config_filename
         path.parent.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, str(path), skip_unset=False, overwrite=True, multifile=False)
-        engine = {k: v for k, v in pl_module.engine().items() if k in ("threads", "device")}
+        kept = ("threads", "processes", "device")
+        engine = {k: v for k, v in pl_module.engine().items() if k in kept}
         record_start(path.parent, trainer.current_epoch, **engine)
 
 
@@ -103,7 +105,9 @@ class FederatedCLI(LightningCLI):
             "--method", type=str | None, help="Names the run's folder; the algorithm if null."
         )
         parser.add_argument(
-            "--threads", type=int | None, help="CPU threads of the process; torch's choice if null."
+            "--threads",
+            type=int | None,
+            help="CPU threads of each process; if null torch's choice, or a share of the cores.",
         )
 
     def _parse_ckpt_path(self) -> None:
@@ -117,12 +121,10 @@ class FederatedCLI(LightningCLI):
         if config.threads is not None and config.threads < 1:
             raise ConfigError(f"threads={config.threads}: must be at least 1")
         check_trainer_config(config.trainer.as_dict())
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        config.threads = torch.get_num_threads()
         if config.trainer.accelerator == "auto":
             # Sums are in float64, which Apple's MPS, Lightning's choice on a Mac, does not have.
             config.trainer.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+        self._resolve_processes(config)
         root = Path(config.trainer.default_root_dir or "runs")
         method = config.method or config.model.algorithm.class_path.rsplit(".", 1)[-1].lower()
         self.experiment, self.run_name = config.experiment, f"{method}-s{config.seed_everything}"
@@ -135,6 +137,32 @@ class FederatedCLI(LightningCLI):
                 f"{self.folder} already holds a run: resume it with --ckpt_path last, or remove "
                 f"it, or write elsewhere with --trainer.default_root_dir, --experiment or --method"
             )
+
+    def _resolve_processes(self, config: Any) -> None:  # noqa: ANN401
+        """Settles processes and threads, so that the saved configuration says what was used."""
+        trainer = config.trainer
+        on_cpu = trainer.accelerator == "cpu"
+        given = None if str(trainer.devices) in ("auto", "-1") else trainer.devices
+        if on_cpu:
+            if given is not None and not (str(given).isdigit() and int(given) > 0):
+                raise ConfigError(
+                    f"trainer.devices={given}: on a CPU it is the number of processes, or auto"
+                )
+            clients = config.server.clients_per_round if "server" in config else None
+            trainer.devices, config.threads = processes_threads(
+                None if given is None else int(given),
+                config.threads,
+                clients if isinstance(clients, int) else None,
+            )
+        elif given is None and trainer.accelerator in ("cuda", "gpu"):
+            launched = processes_of_launcher()
+            trainer.devices = launched[2] if launched else torch.cuda.device_count()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        config.threads = torch.get_num_threads()
+        several = str(trainer.devices) not in ("1", "[0]") or trainer.num_nodes > 1
+        if several and trainer.strategy in ("auto", None):
+            trainer.strategy = ClientParallel.strategy_name
 
     def _has_run(self) -> bool:
         """Whether there is anything to lose; a run that died before its first checkpoint is not."""
@@ -172,6 +200,8 @@ class FederatedCLI(LightningCLI):
         if trainer.get("enable_progress_bar") is not False and self.subcommand == "fit":
             callbacks.append(RoundProgressBar())
         built = self._instantiate_trainer(trainer, callbacks)
+        if isinstance(built.strategy, ClientParallel) and built.strategy.threads is None:
+            built.strategy.threads = torch.get_num_threads()
         for callback in built.checkpoint_callbacks:
             if getattr(callback, "dirpath", "") is None:
                 # Absolute: ModelCheckpoint forgets the best so far where the text differs.

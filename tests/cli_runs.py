@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 
 from fedmuon_pl.cli import main
 from fedmuon_pl.data.datamodule import FederatedDataModule
+from fedmuon_pl.errors import NonFiniteUpdate
 from fedmuon_pl.server.callback import FederatedServer
 from fedmuon_pl.server.state import ClientStore
 from fedmuon_pl.training import FederatedCLI
@@ -198,6 +199,42 @@ def run_main_until_killed(args, round):
 
     with interrupted(round, act=kill):
         main(args)
+
+
+def run_several(args, stderr, env=(), act=None, round=1):
+    """The same with its standard error in a file, and something done in the middle of a round."""
+    os.setsid()
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.environ.update(env)
+    with nullcontext() if act is None else interrupted(round, blocks=1, act=ACTS[act]):
+        sys.exit(main(args))
+
+
+def _kill_rank_1(server):
+    if server.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_rank_0(server):
+    if server.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail_rank_1(server):
+    if server.rank == 1:
+        raise NonFiniteUpdate(f"round {server.plan.round}, client 7: the training loss became nan")
+
+
+def _terminate(server):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+ACTS = {
+    "kill rank 1": _kill_rank_1,
+    "kill rank 0": _kill_rank_0,
+    "fail rank 1": _fail_rank_1,
+    "terminate": _terminate,
+}
 
 
 # -- reading a run ---------------------------------------------------------------

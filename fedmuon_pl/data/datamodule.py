@@ -56,6 +56,9 @@ class Batches:
         data: A pytree of tensors whose first axis is the samples.
         size: Samples in a batch; the last may be shorter.
         prepare: What is done to a batch when it is taken.
+        rank: Of the processes that share the batches, this one's number.
+        ranks: How many there are; rank r has batches r, r + ranks, and so on. One that has none
+            gets an empty batch: all processes must go through the same evaluations.
     """
 
     def __init__(
@@ -63,19 +66,24 @@ class Batches:
         data: Any,  # noqa: ANN401
         size: int,
         prepare: Callable[[Any], Any] = lambda batch: batch,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.data = data
         self.size = size
         self.prepare = prepare
         self.samples = len(tree_leaves(data)[0])
+        batches = range(-(-self.samples // size))
+        past_the_end = range(len(batches), len(batches) + 1)
+        self._own = batches[rank::ranks] or (past_the_end if rank else batches)
 
     def __len__(self) -> int:
         """The number of batches."""
-        return -(-self.samples // self.size)
+        return len(self._own)
 
     def __iter__(self) -> Iterator[Any]:
         """Batch after batch, in order."""
-        for i in range(len(self)):
+        for i in self._own:
             part = slice(i * self.size, (i + 1) * self.size)
             yield self.prepare(tree_map(lambda t, part=part: t[part], self.data))
 
@@ -309,14 +317,20 @@ class FederatedDataModule(LightningDataModule):
 
     def val_dataloader(self) -> list[Batches]:
         """The validation split, and during ``fit`` the test set for its curve."""
-        batches = [Batches(self.splits.val, self.eval_batch_size, self.prepare)]
+        batches = [self._batches(self.splits.val)]
         if self.trainer is None or self.trainer.state.fn != "validate":
-            batches.append(Batches(self.splits.test, self.eval_batch_size, self.prepare))
+            batches.append(self._batches(self.splits.test))
         return batches
 
     def test_dataloader(self) -> Batches:
         """The test set."""
-        return Batches(self.splits.test, self.eval_batch_size, self.prepare)
+        return self._batches(self.splits.test)
+
+    def _batches(self, data: Any) -> Batches:  # noqa: ANN401
+        """This process's part of an evaluation."""
+        trainer = self.trainer
+        rank, ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        return Batches(data, self.eval_batch_size, self.prepare, rank, ranks)
 
 
 def _part(shape: tuple[int, ...], first: int, end: int, t: Tensor) -> Tensor:

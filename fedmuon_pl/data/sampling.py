@@ -13,7 +13,13 @@ import numpy.typing as npt
 
 from fedmuon_pl.seeding import numpy_rng
 
-__all__ = ["cohort", "evaluated_clients", "local_batches", "resolve_cohort_size"]
+__all__ = [
+    "cohort",
+    "evaluated_clients",
+    "local_batches",
+    "local_work",
+    "resolve_cohort_size",
+]
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
@@ -156,6 +162,26 @@ def local_batches(
     stop = n - n % batch_size if drop_last and n >= batch_size else n
     walks = samples[_permutations(n, epochs, rng)]
     return [walk[a : min(a + batch_size, n)] for walk in walks for a in range(0, stop, batch_size)]
+
+
+def local_work(
+    samples: int, batch_size: int, *, steps: int | None, epochs: int | None, drop_last: bool
+) -> int:
+    """How many samples the batches of :func:`local_batches` have in all.
+
+    Args:
+        samples: n_i.
+        batch_size: As there, like the others.
+        steps: Exactly one of this
+        epochs: and this is given.
+        drop_last: Whether an epoch's short last batch is left out.
+    """
+    if steps is not None:
+        return steps * batch_size
+    assert epochs is not None
+    return epochs * (
+        samples - samples % batch_size if drop_last and samples >= batch_size else samples
+    )
 
 
 def _permutations(n: int, count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:

@@ -21,6 +21,7 @@ class RunningMean:
     def __init__(self) -> None:
         self._sums: dict[str, Tensors] = {}
         self._weights: dict[str, int] = {}
+        self._merged: set[str] = set()
 
     @torch.no_grad()
     def add(self, key: str, tensors: Sequence[Tensor], weights: Sequence[int]) -> None:
@@ -44,6 +45,26 @@ class RunningMean:
     def weight(self, key: str) -> int:
         """The sum of the weights so far."""
         return self._weights.get(key, 0)
+
+    def layout(self) -> dict[str, list[tuple[int, ...]]]:
+        """The shapes by key, for :meth:`expect`."""
+        return {key: [tuple(t.shape) for t in sums] for key, sums in self._sums.items()}
+
+    def expect(self, layout: Mapping[str, Sequence[Sequence[int]]], device: torch.device) -> None:
+        """Starts sums that nothing was added to: those of other processes will be."""
+        for key, shapes in layout.items():
+            if key not in self._sums:
+                zeros = [torch.zeros(tuple(s), dtype=torch.float64, device=device) for s in shapes]
+                self._sums[key], self._weights[key] = zeros, 0
+
+    def unmerged(self) -> dict[str, Tensors]:
+        """The sums themselves, by key, of this process alone; :meth:`merged` takes them out."""
+        return {key: sums for key, sums in self._sums.items() if key not in self._merged}
+
+    def merged(self, key: str, weight: int) -> None:
+        """The sums of a key now are those of all processes, and so is their weight."""
+        self._weights[key] = weight
+        self._merged.add(key)
 
     def means(self) -> dict[str, Tensors]:
         """The weighted means in float64; keys whose weights sum to 0 are left out."""

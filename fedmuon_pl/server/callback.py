@@ -14,12 +14,13 @@ from torch import Tensor
 from ..algorithms.base import LocalRun, Setting, Upload
 from ..clients import Tensors, nbytes, trainable
 from ..data.datamodule import FederatedDataModule
-from ..data.sampling import cohort, resolve_cohort_size
+from ..data.sampling import cohort, local_work, resolve_cohort_size
 from ..errors import ConfigError, NonFiniteUpdate
 from .aggregate import RunningMean, mean_buffers
 from .checkpointing import AtomicCheckpointIO
 from .checks import check_trainer, first_difference
 from .diagnostics import RoundDiagnostics
+from .reduce import check_shared, merge_round, merge_sums, shares
 from .state import ClientStore
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class RoundPlan:
     Attributes:
         round: r, 0-based.
         clients: The cohort's client ids, in the order drawn.
+        shares: Who trains them: the clients of each process.
+        share: The clients that this process trains.
         lr_factor: The schedule's factor on every client learning rate.
         x0: x^r, the global parameters themselves; they do not change while the round is open.
         buffers: The global model's buffers.
@@ -42,6 +45,8 @@ class RoundPlan:
 
     round: int
     clients: list[int]
+    shares: list[list[int]]
+    share: list[int]
     lr_factor: float
     x0: Tensors
     buffers: dict[str, Tensor]
@@ -81,6 +86,8 @@ class FederatedServer(Callback):
         self.clients_per_round = clients_per_round
         self.weighting = weighting
         self.on_nonfinite = on_nonfinite
+        self.rank, self.ranks = 0, 1
+        """Which of the processes that share the clients this is, and how many there are."""
         self.plan: RoundPlan | None = None
         self.report: dict[str, float] | None = None
         """The last closed round's measurements by tag, until they are logged."""
@@ -134,17 +141,33 @@ class FederatedServer(Callback):
         self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
         shared = [x for n, x in zip(setting.names, setting.x, strict=True) if n not in local]
         self._exchanged = [*shared, *self._buffers.values()]
-        folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"  # type: ignore[attr-defined]
-        self.store = ClientStore(folder, algorithm.client_state_like())
+        self.rank, self.ranks = trainer.global_rank, trainer.world_size
+        if self.ranks > self.cohort_size:
+            warnings.warn(
+                f"{self.ranks - self.cohort_size} of {self.ranks} processes have nothing to train: "
+                f"a round has {self.cohort_size} clients",
+                stacklevel=2,
+            )
+        self.store = self._open_store(trainer, algorithm.client_state_like())
         self.diagnostics = RoundDiagnostics(setting.x)
         if self._restored is not None:
             self._restore(trainer, pl_module, self._restored)
             self._restored = None
+        self._next_file = trainer.strategy.broadcast(self.store.next_number())
         if self._rounds_done != trainer.current_epoch:
             raise ConfigError(
                 f"the server has finished {self._rounds_done} rounds but training starts at round "
                 f"{trainer.current_epoch}; fit a new FederatedServer, or resume from a checkpoint"
             )
+
+    def _open_store(self, trainer: Trainer, like: dict[str, Tensors]) -> ClientStore:
+        """The per-client state: one folder for all processes, the one of rank 0."""
+        folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"  # type: ignore[attr-defined]
+        store = ClientStore(folder, like) if trainer.is_global_zero else None
+        folder = trainer.strategy.broadcast(store.folder if store else None)
+        if like and trainer.num_nodes > 1 and folder is not None:
+            check_shared(folder, trainer.strategy)
+        return store or ClientStore(folder, like)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
         """Opens the round."""
@@ -155,9 +178,13 @@ class FederatedServer(Callback):
         r = self._rounds_done
         drawn = cohort(r, seed=module.seed, candidates=len(self.candidates), size=self.cohort_size)
         assert trainer.max_epochs is not None
+        clients = [int(self.candidates[i]) for i in drawn]
+        placed = shares(clients, [self._work(module, c) for c in clients], self.ranks)
         self.plan = RoundPlan(
             round=r,
-            clients=[int(self.candidates[i]) for i in drawn],
+            clients=clients,
+            shares=placed,
+            share=placed[self.rank],
             lr_factor=module.lr_schedule(r, trainer.max_epochs),
             x0=[p.detach() for p in self._server_params],
             buffers=dict(module.network.named_buffers()),
@@ -172,6 +199,20 @@ class FederatedServer(Callback):
         self.diagnostics.start()
         self._opened = time.perf_counter()
         return self.plan
+
+    def _work(self, module: "FederatedModule", client: int) -> int:
+        """The samples that a client passes through the network in a round."""
+        samples = len(self.data.partition[client])
+        asks = module.algorithm.asks_for
+        steps = local_work(
+            samples,
+            self.data.batch_size,
+            steps=module.local_steps,
+            epochs=module.local_epochs,
+            drop_last=module.drop_last,
+        )
+        whole = samples if asks("client") or asks("cohort") else 0
+        return steps * (2 if asks("anchor") else 1) + whole
 
     # -- what clients send --------------------------------------------------------------------
 
@@ -195,13 +236,15 @@ class FederatedServer(Callback):
         self._sums.add("full_gradient", gradients, weights)
         self._bytes[0] += len(clients) * nbytes([g[0] for g in gradients])
 
-    def mean_full_gradient(self) -> Tensors:
+    def mean_full_gradient(self, trainer: Trainer) -> Tensors:
         """The cohort's mean of :meth:`receive_full_gradients`, in float64.
 
         Raises:
             NonFiniteUpdate: If no client sent a finite one.
         """
         assert self.plan is not None, "no round is open"
+        if self.ranks > 1:
+            merge_sums(self, trainer.strategy)
         means = self._sums.means()
         if "full_gradient" not in means:
             raise NonFiniteUpdate(f"round {self.plan.round}: no client sent a finite gradient")
@@ -300,6 +343,7 @@ class FederatedServer(Callback):
         """
         assert self.plan is not None, "no round is open"
         r = self.plan.round
+        self._commit_and_merge(trainer)
         if self._accepted == 0:
             raise NonFiniteUpdate(f"round {r}: no client of the cohort sent a finite update")
         means = self._sums.means()
@@ -312,7 +356,6 @@ class FederatedServer(Callback):
         for p in self._server_params:
             p.grad = None
         mean_buffers(self._sums, self._counters, self._buffers)
-        self.store.commit()
         self._total_bytes += sum(self._bytes)
         seconds = time.perf_counter() - self._opened
         self.report = {
@@ -329,9 +372,32 @@ class FederatedServer(Callback):
         self._rounds_done = r + 1
         self.plan = None
 
+    def _commit_and_merge(self, trainer: Trainer) -> None:
+        """Writes the per-client state and adds up what all processes have received."""
+        if self.ranks == 1:
+            self.store.commit()
+            return
+        self.store.commit(self._next_file + self.rank)
+        self._next_file += self.ranks
+        if merge_round(self, trainer.strategy):
+            trainer._signal_connector.received_sigterm = True  # Lightning stops at the round's end
+
+    def tally(self) -> list[int]:
+        """What this process has counted, to be added up over the processes."""
+        return [*self._bytes, self._steps, self._accepted, self._dropped]
+
+    def take_tally(self, totals: list[int]) -> None:
+        """The counts of all processes."""
+        *self._bytes, self._steps, self._accepted, self._dropped = totals
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Now and then removes per-client files that no checkpoint of the run needs."""
-        if len(self.store) and self._rounds_done % 10 == 0 and self.store.folder is not None:
+        if (
+            self.rank == 0
+            and len(self.store)
+            and self._rounds_done % 10 == 0
+            and self.store.folder is not None
+        ):
             self._sweep(trainer)
 
     def on_exception(
@@ -406,10 +472,13 @@ class FederatedServer(Callback):
         module.algorithm.load_state_dict(state["algorithm"])
         self.diagnostics.load_state_dict(state["diagnostics"])
         beside = Path(str(trainer.ckpt_path)).parent.parent / "client_state"
-        self.store.load_state_dict(state["clients"], beside)
-        engine = module.engine()
-        if state["engine"] != engine:
-            changed = first_difference(state["engine"], engine)
+        if trainer.is_global_zero:  # it may copy files
+            self.store.load_state_dict(state["clients"], beside)
+        self.store.agree(trainer.strategy.broadcast)
+        # The number of processes alone changes no bit.
+        saved, engine = ({**e, "processes": 0} for e in (state["engine"], module.engine()))
+        changed = first_difference(saved, engine)
+        if changed:
             warnings.warn(
                 f"the run goes on with another engine ({changed}): results agree to rounding only",
                 stacklevel=2,
@@ -421,4 +490,7 @@ def run_folder(trainer: Trainer) -> Path:
     from .roundlog import MetricsFile  # which imports this module
 
     own = [logger.log_dir for logger in trainer.loggers if isinstance(logger, MetricsFile)]
-    return Path(own[0] if own else trainer.log_dir or trainer.default_root_dir)
+    # Not trainer.log_dir, which all processes would have to call together.
+    first = trainer.loggers[0] if trainer.loggers else None
+    theirs = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
+    return Path(own[0] if own else theirs or trainer.default_root_dir)

@@ -59,7 +59,8 @@ def keep_best(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
         # They lie beside the checkpoint if the folder was moved or copied.
         beside = Path(str(trainer.ckpt_path)).parent
-        for path in state["best_k_models"]:
+        # One process copies; what is there afterwards is what it says.
+        for path in state["best_k_models"] if trainer.is_global_zero else ():
             target = Path(moved(path))
             homes = [beside / os.path.relpath(path, there), Path(path)]
             source = next((p for p in homes if p.is_file()), None)
@@ -67,6 +68,7 @@ def keep_best(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
         best = {moved(k): v for k, v in state["best_k_models"].items() if Path(moved(k)).is_file()}
+        best = trainer.strategy.broadcast(best)
         for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
             state[key] = moved(state[key])
         if len(best) < len(state["best_k_models"]):

@@ -8,11 +8,17 @@ from pytorch_lightning.accelerators import MPSAccelerator
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from ..errors import ConfigError
+from ..parallel import ClientParallel, processes_of_launcher
 
 __all__ = ["PERSONAL_VAL", "PRECISIONS", "check_trainer", "check_trainer_config"]
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "None": "32-true"}
+
+_ONE_PROCESS = ("None", "auto", "single_device")
+_CLIENTS = (ClientParallel.strategy_name, ClientParallel.__name__)
+_GRADIENTS = "it would average gradients at every local step, and the clients would be one"
+_USE_CLIENTS = "leave it at auto, or use trainer.strategy=clients"
 
 PERSONAL_VAL = "client/personal_val_acc"
 """The one tag of the clients that is measured on the validation split."""
@@ -65,21 +71,41 @@ def check_trainer_config(trainer: Mapping[str, Any]) -> None:
             refuse(
                 key, get(key), "one training batch is a whole round; use server.clients_per_round"
             )
-    several = (
-        "clients run in one process, and a plain strategy would average gradients at every step"
-    )
-    if get("num_nodes", 1) not in (None, 1):
-        refuse("num_nodes", get("num_nodes"), f"{several}; use one node")
-    devices = get("devices", "auto")
-    count = len(devices) if isinstance(devices, list) else devices
-    if str(count) not in ("1", "auto", "None"):
-        refuse("devices", devices, f"{several}; use trainer.devices=1")
+    if get("sync_batchnorm"):
+        refuse("sync_batchnorm", True, "statistics would mix clients; buffers are averaged anyway")
     strategy = get("strategy", "auto")
-    if not (
-        strategy in (None, "auto", "single_device") or isinstance(strategy, SingleDeviceStrategy)
-    ):
-        name = strategy if isinstance(strategy, str) else type(strategy).__name__
-        refuse("strategy", name, f"{several}; leave it at auto")
+    name = _strategy_name(strategy)
+    if name not in (*_ONE_PROCESS, *_CLIENTS):
+        refuse("strategy", name, f"{_GRADIENTS}; {_USE_CLIENTS}")
+    devices, nodes = get("devices", "auto"), get("num_nodes", 1) or 1
+    count = len(devices) if isinstance(devices, list) else devices
+    several = str(count) not in ("1", "auto", "None") or nodes != 1
+    if str(count) in ("0", "[]"):
+        refuse("devices", devices, "use 1, a number of processes, or auto")
+    if several and name == "single_device":
+        refuse("strategy", name, f"trainer.devices={devices} needs another; leave it at auto")
+    launched = processes_of_launcher()
+    if launched and launched[1] > 1 and str(count).isdigit() and int(count) * nodes != launched[1]:
+        by, total, here = launched
+        raise ConfigError(
+            f"{by} has started {total} processes, {here} on each node, but trainer.devices="
+            f"{devices} and trainer.num_nodes={nodes}: every process would train alone; use "
+            f"trainer.devices={here} and trainer.num_nodes={total // here}"
+        )
+    if several or (launched and launched[1] > 1):
+        for key in ("limit_val_batches", "limit_test_batches"):
+            limit = get(key)
+            if limit not in (None, 0) and not (isinstance(limit, float) and limit == 1.0):
+                refuse(key, limit, "it would count the batches of each process; use one process")
+
+
+def _strategy_name(strategy: Any) -> str:  # noqa: ANN401
+    """A strategy as parsed (a name, or a class with arguments) or built, by its name."""
+    if isinstance(strategy, Mapping):
+        return str(strategy.get("class_path")).rsplit(".", 1)[-1]
+    if isinstance(strategy, SingleDeviceStrategy):
+        return "single_device"
+    return str(strategy) if isinstance(strategy, str | None) else type(strategy).__name__
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -110,6 +136,9 @@ def check_trainer(trainer: Trainer) -> None:
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "limit_train_batches": None if fast else trainer.limit_train_batches,
             "overfit_batches": trainer.overfit_batches,  # type: ignore[attr-defined]
+            "limit_val_batches": None if fast else trainer.limit_val_batches,
+            "limit_test_batches": None if fast else trainer.limit_test_batches,
+            "sync_batchnorm": getattr(trainer.strategy, "_layer_sync", None),
             "num_nodes": trainer.num_nodes,
             "devices": trainer.num_devices,
             "strategy": trainer.strategy,

@@ -1,5 +1,6 @@
 """What a round shows beside accuracy: drift, agreement and shape of the clients' updates."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,10 @@ class Measured:
 
 
 class RoundDiagnostics:
-    """Sums over the cohort, in O(1) memory beside the last round's direction.
+    """A few numbers of every client, and the last round's direction.
+
+    They are summed exactly (``math.fsum``), so that neither the clients' order nor the number of
+    processes changes a digit.
 
     The tags, w_i being the client weights, D_i the displacements and D their weighted mean:
 
@@ -43,8 +47,8 @@ class RoundDiagnostics:
 
     def start(self) -> None:
         """Before the first client of a round."""
-        self._weight = 0
-        self._loss = self._squares = self._cosines = 0.0
+        self.rows: list[tuple[int, float, float, float]] = []
+        """Of each client: weight, loss, squared norm, cosine."""
 
     def measure(self, displacement: Tensors, losses: Tensor) -> Measured:
         """Measures a block: displacements ``(C, *shape)``, losses ``(K, C)``."""
@@ -66,10 +70,8 @@ class RoundDiagnostics:
         """Adds a block; clients of weight 0 are left out."""
         for c, w in enumerate(weights):
             if w:
-                self._weight += w
-                self._loss += w * measured.loss[c]
-                self._squares += w * measured.squared_norm[c]
-                self._cosines += w * measured.cosine[c]
+                row = measured.loss[c], measured.squared_norm[c], measured.cosine[c]
+                self.rows.append((w, *row))
 
     def summary(self, mean: Tensors, before: Tensors, after: Tensors) -> dict[str, float]:
         """The round's tags; remembers the direction for the next round.
@@ -84,12 +86,15 @@ class RoundDiagnostics:
         shapes = [orthogonality(m) for m in mean if m.ndim >= 2]
         for previous, m in zip(self._previous, mean, strict=True):
             previous.copy_(m)
-        w = self._weight
+        total = sum(w for w, *_ in self.rows)
+        loss, squares, cosine = (
+            math.fsum(row[0] * row[i] for row in self.rows) / total for i in (1, 2, 3)
+        )
         return {
-            "train/loss": self._loss / w,
-            "fed/client_drift": max(self._squares / w - squared, 0.0) ** 0.5,
+            "train/loss": loss,
+            "fed/client_drift": max(squares - squared, 0.0) ** 0.5,
             "fed/update_norm": float(torch.stack(list(moved)).norm()),
-            "fed/alignment": self._cosines / w,
+            "fed/alignment": cosine,
             "fed/orthogonality": sum(shapes) / len(shapes) if shapes else 0.0,
         }
 

@@ -107,15 +107,17 @@ class PersonalEvaluation(Callback):
             The measurements by tag.
         """
         data, algorithm = module.data, module.algorithm
-        store = find(trainer, FederatedServer).store
+        server = find(trainer, FederatedServer)
+        store = server.store
         x = [p.detach() for p in trainable(module.network).values()]
         buffers = dict(module.network.named_buffers())
         stack = ClientStack(module.network, 1)
         modes = [(part, part.training) for part in stack.shell.modules()]
         accuracy = _Accuracy(trainer, module)
-        found: dict[str, list[float]] = {"val": [], "test": []}
-        for client in evaluated_clients(data.partition.clients_with_data, self.max_clients):
-            client = int(client)
+        clients = evaluated_clients(data.partition.clients_with_data, self.max_clients)
+        table = torch.zeros(len(clients), 2, dtype=torch.float64)  # each process fills its rows
+        for row in range(server.rank, len(clients), server.ranks):
+            client = int(clients[row])
             stack.load(x, buffers)
             if algorithm.stays_local():
                 state = store.load([client], module.device)
@@ -123,14 +125,15 @@ class PersonalEvaluation(Callback):
             if self.fine_tune_epochs:
                 self._fine_tune(trainer, module, stack, client, round)
             stack.shell.eval()
-            for split in ("val", "test"):
-                found[split].append(accuracy(stack, client, split))
+            table[row, 0] = accuracy(stack, client, "val")
+            table[row, 1] = accuracy(stack, client, "test")
             for part, training in modes:
                 part.training = training
-        test = sorted(found["test"])
+        table = trainer.strategy.reduce(table.to(module.device), reduce_op="sum").cpu()
+        test = table[:, 1].sort().values.tolist()
         worst = test[: math.ceil(len(test) / 10)]
         return {
-            PERSONAL_VAL: math.fsum(found["val"]) / len(test),
+            PERSONAL_VAL: math.fsum(table[:, 0].tolist()) / len(test),
             "client/personal_acc_mean": math.fsum(test) / len(test),
             "client/personal_acc_worst10": math.fsum(worst) / len(worst),
         }
@@ -195,6 +198,8 @@ class _Accuracy:
         assert metric is not None
         metrics.add_metrics({"class_acc": metric})
         metrics = metrics.to(self.device)
+        for one in metrics.values():
+            one.sync_on_compute = False  # other processes measure other clients
         for batch in Batches(samples, self.data.eval_batch_size):
             with self.trainer.precision_plugin.forward_context():
                 self.task.evaluate(stack.shell, batch, metrics)

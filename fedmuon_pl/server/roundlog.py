@@ -46,7 +46,7 @@ class RoundLog(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile):
                 logger.rewrite(self.history)
-            elif isinstance(logger, TensorBoardLogger):
+            elif isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 folder = Path(logger.log_dir)
                 kept: set[tuple[str, int]] = set()
                 # One file is the logger's own, just opened; more are those of an earlier start.

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class ClientStore:
         self._index: dict[int, tuple[int, int, int]] = {}
         """Client -> (file number, position in it, CRC-32)."""
         self._pending: dict[int, bytes] = {}
+        self.fresh: list[tuple[int, int, int, int]] = []
+        """What the last commit put into the index: client, file, position, CRC-32."""
 
     def __len__(self) -> int:
         """How many clients have state."""
@@ -94,12 +96,22 @@ class ClientStore:
         for c, client in enumerate(clients):
             self._pending[client] = b"".join(_bytes(t[c]) for t in flat)
 
-    def commit(self) -> None:
-        """Writes what :meth:`put` kept to one new file and moves the index."""
+    def next_number(self) -> int:
+        """A number that no file has yet, nor a later one."""
+        files = [] if self.folder is None else self.folder.glob("*.bin")
+        return max((_number(p) for p in files), default=-1) + 1
+
+    def commit(self, number: int | None = None) -> None:
+        """Writes what :meth:`put` kept to one new file and moves the index.
+
+        Args:
+            number: The file's; where several processes write, each has numbers of its own.
+        """
+        self.fresh = []
         if not self._pending or self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        number = max((_number(p) for p in self.folder.glob("*.bin")), default=-1) + 1
+        number = self.next_number() if number is None else number
         path = self.folder / _name(number)
         part = path.with_suffix(".part")
         with part.open("wb") as f:
@@ -109,8 +121,17 @@ class ClientStore:
             os.fsync(f.fileno())
         os.replace(part, path)
         for position, (client, row) in enumerate(self._pending.items()):
-            self._index[client] = (number, position, zlib.crc32(row))
+            self.fresh.append((client, number, position, zlib.crc32(row)))
+        self.adopt(self.fresh)
         self._pending.clear()
+
+    def adopt(self, entries: Iterable[tuple[int, int, int, int]]) -> None:
+        """Moves the index to what a commit wrote, this process's or another's."""
+        self._index.update({client: (n, p, crc) for client, n, p, crc in entries})
+
+    def agree(self, broadcast: Callable[[Any], Any]) -> None:
+        """Takes over the index of the process that ``broadcast`` sends from."""
+        self._index = broadcast(self._index)
 
     def discard(self) -> None:
         """Forgets what :meth:`put` kept since the last commit."""
