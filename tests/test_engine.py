@@ -31,6 +31,7 @@ from fedmuon_pl import (
     Scaffold,
     SklearnDigits,
     Task,
+    engine,
 )
 from fedmuon_pl.algorithms.local import ELEMENTWISE
 from fedmuon_pl.clients import ClientStack
@@ -120,9 +121,9 @@ def test_dropout_is_one_client_at_a_time(tmp_path):
     _, learner = run(clients_at_once="auto")
     assert learner.engine()["clients_at_once"] == 1
     accelerator = torch.device("meta")  # where "auto" would like the whole cohort
-    assert learner._resolve_clients_at_once(accelerator) == 1
+    assert engine.clients_at_once(learner, accelerator) == 1
     _, learner = federate(FedAvg(0.1), make_data([8] * 3), tmp_path, rounds=1)
-    assert learner._resolve_clients_at_once(accelerator) == 3
+    assert engine.clients_at_once(learner, accelerator) == 3
 
 
 def test_an_optimiser_that_couples_elements_is_one_client_at_a_time(tmp_path):
@@ -131,7 +132,7 @@ def test_an_optimiser_that_couples_elements_is_one_client_at_a_time(tmp_path):
     with pytest.raises(ConfigError, match=r"clients_at_once=2: the local optimiser couples"):
         run(clients_at_once=2)
     _, learner = run()
-    assert learner._resolve_clients_at_once(torch.device("meta")) == 1
+    assert engine.clients_at_once(learner, torch.device("meta")) == 1
 
 
 # -- against a bare PyTorch loop ------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fedmuon_pl import (
     Scaffold,
     Splits,
     Task,
+    engine,
 )
 from fedmuon_pl.data.partition import Partition
 from fedmuon_pl.server.roundlog import RoundLog, find
@@ -219,7 +220,7 @@ def test_a_network_that_cannot_run_side_by_side_runs_one_at_a_time(tmp_path):
     task = LanguageModelling(Recurrent, VOCABULARY, ignore_index=PADDING)
     learner, rows = train(task, Sequences(tokens()), tmp_path, FedAvg(1.0))
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
-    assert learner._resolve_clients_at_once(torch.device("meta")) == 1  # "auto" elsewhere
+    assert engine.clients_at_once(learner, torch.device("meta")) == 1  # "auto" elsewhere
     with pytest.raises(ValueError, match=r"clients_at_once=2: .*cannot run side by side.*use 1$"):
         train(task, Sequences(tokens()), tmp_path, clients_at_once=2)
 
