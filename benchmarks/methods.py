@@ -1,4 +1,4 @@
-"""Every method at a glance: what it sends and what it learns; rewrites the tables of docs/methods.md.
+"""Every method at a glance: what it sends and learns; rewrites the table of docs/methods.md.
 
     python benchmarks/methods.py [--root DIR] [NAME ...]
 
