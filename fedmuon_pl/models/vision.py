@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MLP", "LeNet"]
+__all__ = ["MLP", "LeNet", "ResNet18"]
+
+Norm = Literal["group", "batch", "released"]
 
 
 class LeNet(nn.Module):
@@ -61,3 +64,81 @@ class MLP(nn.Sequential):
             norm = [nn.BatchNorm1d(b)] if batch_norm else []
             layers += [nn.Linear(a, b), *norm, nn.ReLU()]
         super().__init__(*layers, nn.Linear(widths[-1], num_classes))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for small images: a 3 x 3 stem of stride 1 and no max pooling.
+
+    11,220,132 weights for 3 channels and 100 classes, whichever the norm. Four stages of two basic
+    blocks with 64, 128, 256 and 512 channels; 1 x 1 convolutions where a shortcut changes shape;
+    the mean over the pixels, then one linear layer. Weights start as torch's layers do.
+
+    Args:
+        in_channels: Channels of the images.
+        num_classes: Number of logits.
+        norm: ``"group"`` is GroupNorm with ``groups`` groups; ``"batch"`` is BatchNorm;
+            ``"released"`` is what the released FedMuon code runs: GroupNorm of 2 groups behind the
+            stem and BatchNorm elsewhere.
+        groups: Groups of ``"group"``, a divisor of 64. That clients of different classes want
+            GroupNorm is Hsieh et al.'s finding (arXiv 1910.00189).
+
+    Raises:
+        ValueError: For an unknown norm, or groups that do not divide the channels.
+
+    Source: K. He et al., arXiv 1512.03385, table 1 and figure 5; a 3 x 3 stem for small images as
+    in their section 4.2.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 3,
+        num_classes: int = 100,
+        norm: Norm = "group",
+        groups: int = 2,
+    ) -> None:
+        super().__init__()
+        if norm not in ("group", "batch", "released"):
+            raise ValueError(f"norm={norm!r}: use 'group', 'batch' or 'released'")
+        if norm == "group" and (groups < 1 or 64 % groups):
+            raise ValueError(f"groups={groups}: must divide 64")
+        inner = groups if norm == "group" else 0
+        self.conv1 = nn.Conv2d(in_channels, 64, 3, padding=1, bias=False)
+        self.norm1 = _norm(64, 2 if norm == "released" else inner)
+        blocks = []
+        for before, channels in pairwise((64, 64, 128, 256, 512)):
+            stride = 1 if before == channels else 2
+            blocks += [
+                _Block(before, channels, stride, inner),
+                _Block(channels, channels, 1, inner),
+            ]
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(512, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images ``(B, in_channels, height, width)`` to logits ``(B, num_classes)``."""
+        x = self.blocks(F.relu(self.norm1(self.conv1(x))))
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class _Block(nn.Module):
+    """Two 3 x 3 convolutions and a shortcut."""
+
+    def __init__(self, before: int, channels: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, channels, 3, stride, padding=1, bias=False)
+        self.norm1 = _norm(channels, groups)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = _norm(channels, groups)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != channels:
+            convolution = nn.Conv2d(before, channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, _norm(channels, groups))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+def _norm(channels: int, groups: int) -> nn.Module:
+    """GroupNorm of so many groups; BatchNorm for none."""
+    return nn.GroupNorm(groups, channels) if groups else nn.BatchNorm2d(channels)

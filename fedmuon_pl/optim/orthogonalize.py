@@ -226,16 +226,20 @@ def _iterate_gram(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
     """The same iteration for wide x, mostly on the (rows, rows) side.
 
     All factors are polynomials of G = X X^T and commute: with H_t = a I + b G_t + c G_t^2, the
-    next Gram matrix is H_t G_t H_t, and the result is the product of the H_t times X. As squaring
-    squares the condition number, X and G are formed anew after every three steps: float32 errors
-    are then those of :func:`_iterate` for the quintic, and up to 6 times them for Polar Express;
-    without, they were 10 and more times larger.
+    next Gram matrix is H_t G_t H_t, and the result is the product of the H_t times X.
+
+    Squaring squares the condition number, and each step multiplies small values, with their
+    rounding, by a. So X and G are formed anew after 5 steps of the quintic (a = 3.4), whose float32
+    errors then stay below 6e-4 in spectral norm, and after 3 where a step lifts by more than 4, as
+    Polar Express does (3e-4; after 4 steps 2e-3, without end 0.1). ``docs/orthogonalisation.md``
+    has the errors by condition number.
 
     Source: arXiv 2505.16932, appendix F, Algorithm 4 (restarts as proposed there).
     """
     addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
-    for start in range(0, len(schedule), 3):
-        block = schedule[start : start + 3]
+    together = 5 if max(a for a, _, _ in schedule) <= 4 else 3
+    for start in range(0, len(schedule), together):
+        block = schedule[start : start + together]
         gram = x @ x.mT
         product: Tensor | None = None
         for t, (a, b, c) in enumerate(block):
