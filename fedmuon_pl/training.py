@@ -28,6 +28,7 @@ from .server.checks import check_trainer_config
 from .server.progress import RoundProgressBar
 from .server.roundlog import MetricsFile, RoundLog
 from .server.state import MissingClientState
+from .tensorboard import TensorBoardPages
 
 __all__ = ["FederatedCLI", "train_main"]
 
@@ -196,7 +197,7 @@ class FederatedCLI(LightningCLI):
         trainer = dict(self._get(self.config_init, "trainer"))
         trainer["default_root_dir"] = str(self.folder)
         trainer["logger"] = self._loggers(trainer.get("logger"))
-        callbacks = [self._get(self.config_init, "server"), RoundLog()]
+        callbacks = [self._get(self.config_init, "server"), RoundLog(), TensorBoardPages()]
         if trainer.get("enable_progress_bar") is not False and self.subcommand == "fit":
             callbacks.append(RoundProgressBar())
         built = self._instantiate_trainer(trainer, callbacks)

@@ -1,5 +1,6 @@
 """One experiment's comparison, shown and written."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from rich.text import Text
 from . import render
 from .console import write
 from .differences import differences
-from .figures import draw_curves
+from .figures import draw_curves, draw_diagnostics
 from .names import higher_is_better
 from .paired import paired_differences, statements
 from .runs import RunData
 from .summary import method_table, run_table, unmeasured
+from .tensorboard_images import write_pages
 from .trials import choose_trials
 
 if TYPE_CHECKING:
@@ -102,6 +104,17 @@ class Comparison:
         for name, text in texts.items():
             write(folder / name, text)
         return [*(folder / name for name in texts), *(self._curves(folder) if curves else [])]
+
+    def to_tensorboard(self, folder: Path) -> Path:
+        """Writes tables and figures as one more run of ``tensorboard --logdir <experiment>``."""
+        with tempfile.TemporaryDirectory() as place:
+            stem = Path(place)
+            drawn = {"curves": self._curves(stem), "diagnostics": self._diagnostics(stem)}
+            pictures = {f"figures/{name}": paths[0] for name, paths in drawn.items() if paths}
+            return write_pages(folder, pictures, {"comparison": self.text("markdown")})
+
+    def _diagnostics(self, folder: Path) -> list[Path]:
+        return draw_diagnostics(self.runs, folder / "diagnostics")
 
     def _curves(self, folder: Path) -> list[Path]:
         tags = (f"{part}/{self.metric}" for part in ("val", "test"))

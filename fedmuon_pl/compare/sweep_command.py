@@ -230,6 +230,7 @@ def _sweep_report(
         comparison.show(console)
         if write_files:
             comparison.save(folder / "compare")
+            comparison.to_tensorboard(folder / "compare")
             console.print(f"Tables and curves: {folder / 'compare'}", soft_wrap=True)
         console.print(f"TensorBoard: tensorboard --logdir {folder}", soft_wrap=True)
 

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=Callback)
 
-__all__ = ["DONE", "MetricsFile", "RoundLog", "prune_events"]
+__all__ = ["DONE", "FINAL", "MetricsFile", "RoundLog", "find", "prune_events"]
 
 EVENTS = "events.out.tfevents.*"
+FINAL = ".final"
+"""Ending of the event file that is written when a run is finished, and dropped when it goes on."""
 DONE = "done"
 """Name of the file that marks a finished run."""
 
@@ -48,6 +50,8 @@ class RoundLog(Callback):
                 logger.rewrite(self.history)
             elif isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 folder = Path(logger.log_dir)
+                for path in folder.glob(EVENTS + FINAL):
+                    path.unlink()
                 kept: set[tuple[str, int]] = set()
                 # One file is the logger's own, just opened; more are those of an earlier start.
                 if len(list(folder.glob(EVENTS))) > 1:
