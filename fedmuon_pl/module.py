@@ -30,9 +30,6 @@ from .tasks import Task
 
 __all__ = ["FederatedModule"]
 
-_CLIENTS_EVALUATED = 1000
-"""Per-client accuracy is reported over all clients, or over a fixed sample of this many."""
-
 
 class FederatedModule(LightningModule):
     """Trains a task with a federated method; the module's weights are always the global model.
@@ -398,7 +395,7 @@ class FederatedModule(LightningModule):
 
     def _client_accuracy(self, by_class: Tensor) -> dict[str, float]:
         """Per-class test accuracy weighted by each client's label shares."""
-        clients = evaluated_clients(self.data.partition.clients_with_data, _CLIENTS_EVALUATED)
+        clients = evaluated_clients(self.data.partition.clients_with_data)
         shares = torch.from_numpy(self.data.label_shares(clients))
         accuracy = (shares @ by_class.double().cpu()).sort().values
         worst = accuracy[: math.ceil(len(accuracy) / 10)]

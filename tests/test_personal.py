@@ -327,7 +327,6 @@ def test_fedbn_beats_fedavg_under_feature_shift(tmp_path):
             local_epochs=1,
         )
         accuracy[algorithm.name] = history[-1]["client/personal_acc_mean"]
-    print(accuracy)
     assert accuracy["FedBN"] > accuracy["FedAvg"] + 0.1
 
 
@@ -339,5 +338,4 @@ def test_fine_tuning_beats_the_global_model_under_label_skew(tmp_path):
         [PersonalEvaluation(fine_tune_epochs=3, fine_tune_lr=0.1)],
         rounds=8,
     )
-    print(history[-1])
     assert history[-1]["client/personal_acc_mean"] > history[-1]["client/acc_mean"] + 0.1

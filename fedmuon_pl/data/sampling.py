@@ -97,7 +97,7 @@ def resolve_cohort_size(clients_per_round: int | float, population: int) -> int:
     return size
 
 
-def evaluated_clients(candidates: IntArray, size: int) -> IntArray:
+def evaluated_clients(candidates: IntArray, size: int = 1000) -> IntArray:
     """The clients whose accuracy is reported: all, or a sample that is the same in every run.
 
     Args:
