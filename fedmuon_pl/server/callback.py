@@ -164,10 +164,10 @@ class FederatedServer(Callback):
         """The per-client state: one folder for all processes, the one of rank 0."""
         folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"  # type: ignore[attr-defined]
         store = ClientStore(folder, like) if trainer.is_global_zero else None
-        folder = trainer.strategy.broadcast(store.folder if store else None)
+        folder = trainer.strategy.broadcast(None if store is None else store.folder)
         if like and trainer.num_nodes > 1 and folder is not None:
             check_shared(folder, trainer.strategy)
-        return store or ClientStore(folder, like)
+        return ClientStore(folder, like) if store is None else store
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
         """Opens the round."""
