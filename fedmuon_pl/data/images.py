@@ -91,7 +91,10 @@ class ImageDataModule(FederatedDataModule):
         self._digest = _digest(train)
 
         def tensors(a: Arrays, ids: Any = slice(None)) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-            return torch.from_numpy(a.inputs[ids]), torch.from_numpy(a.labels[ids])
+            # Plain strides: those of an axis of length 1 are arbitrary in NumPy, and torch reads
+            # a memory format out of them, which changes the last bits of a convolution.
+            inputs = torch.from_numpy(a.inputs[ids]).clone(memory_format=torch.contiguous_format)
+            return inputs, torch.from_numpy(a.labels[ids])
 
         return Splits(
             tensors(train, ids),
