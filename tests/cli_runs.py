@@ -250,7 +250,10 @@ def rows(folder, times=False):
 
 
 def events(folder, times=False):
-    """Scalars of all files that TensorBoard would read, by (tag, step); each may be there once."""
+    """The rounds' scalars of all files that TensorBoard would read; each may be there once.
+
+    By (tag, step). What a run shows beside its curves (``fedmuon_pl.tensorboard``) is left out.
+    """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -261,9 +264,13 @@ def events(folder, times=False):
             for value in event.summary.value:
                 key = value.tag, event.step
                 assert key not in out, f"{key} is there twice"
-                if times or not value.tag.startswith("time/"):
-                    out[key] = value.simple_value
-    return out
+                out[key] = value
+    beside = ("by_kb/", "by_ms/", "final/") if times else ("by_kb/", "by_ms/", "final/", "time/")
+    return {
+        key: value.simple_value
+        for key, value in out.items()
+        if value.HasField("simple_value") and not key[0].startswith(beside)
+    }
 
 
 def load(path):

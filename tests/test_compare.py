@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedmuon_pl.compare import execute as execution
 from fedmuon_pl.compare import (
-    differences,
+    fairness,
     figures,
     grid,
     names,
@@ -32,7 +33,6 @@ from fedmuon_pl.compare import (
     style,
     summary,
 )
-from fedmuon_pl.compare import execute as execution
 from fedmuon_pl.compare.compare_command import compare_main
 from fedmuon_pl.compare.execute import execute, inspect
 from fedmuon_pl.compare.plan import PlanError
@@ -736,11 +736,11 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path, "fedavg", seed, [0.1, 0.2])
         write_run(tmp_path, "fedmuon", seed, [0.1, 0.2], config={"model.algorithm.class_path": "Z"})
-    assert differences.differences(runs.read_runs([tmp_path])[0]) == []
+    assert fairness.differences(runs.read_runs([tmp_path])[0]) == []
     write_run(tmp_path, "scaffold", 0, [0.1], config={
         "data.batch_size": 64, "server.clients_per_round": 5, "model.local_steps": 20,
     })  # fmt: skip
-    notes = differences.differences(runs.read_runs([tmp_path])[0])
+    notes = fairness.differences(runs.read_runs([tmp_path])[0])
     for key in ("data.batch_size", "server.clients_per_round", "model.local_steps"):
         assert any(f"not the same data, cohort or budget, {key}:" in note for note in notes), key
     assert "toy: not the same seeds: [0, 1] in fedavg, fedmuon; [0] in scaffold" in notes
@@ -751,7 +751,7 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path: Path) -> None:
 def test_seeds_of_one_method_must_be_one_method(tmp_path: Path) -> None:
     write_run(tmp_path, "fedavg", 0, [0.1])
     write_run(tmp_path, "fedavg", 1, [0.1], config={"model.algorithm.init_args": {"lr": 0.5}})
-    (note,) = differences.differences(runs.read_runs([tmp_path])[0])
+    (note,) = fairness.differences(runs.read_runs([tmp_path])[0])
     assert note == f"toy, fedavg: its seeds differ in {LR}: 0.1 in seed 0; 0.5 in seed 1"
 
 
@@ -1361,7 +1361,7 @@ def test_settings_are_only_those_that_differ(tmp_path: Path) -> None:
     write_run(tmp_path, "fedavg", 0, [0.1])
     write_run(tmp_path, "fedavg", 1, [0.1], config={"data.batch_size": 64})
     write_run(tmp_path, "fedmuon", 0, [0.1], config={"model.algorithm.init_args": {"alpha": 0.5}})
-    table = differences.settings(runs.read_runs([tmp_path])[0])
+    table = fairness.settings(runs.read_runs([tmp_path])[0])
     assert table.to_dict("index") == {
         "data.batch_size": {"fedavg": "32 | 64", "fedmuon": "32"},
         LR: {"fedavg": "0.1", "fedmuon": ""},

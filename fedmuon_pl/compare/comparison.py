@@ -11,7 +11,7 @@ from rich.text import Text
 
 from . import render
 from .console import write
-from .differences import differences
+from .fairness import differences
 from .figures import draw_curves, draw_diagnostics
 from .names import higher_is_better
 from .paired import paired_differences, statements

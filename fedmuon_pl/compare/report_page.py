@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from .comparison import Comparison
-from .differences import settings
+from .fairness import settings
 from .figures import DIAGNOSTICS, X_AXES, draw_curves, draw_diagnostics, draw_finals
 from .names import display_name
 from .render import Grid

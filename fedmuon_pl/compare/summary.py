@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .differences import conditions
+from .fairness import conditions
 from .names import higher_is_better
 from .runs import RunData
 
