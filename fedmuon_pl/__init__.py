@@ -33,6 +33,7 @@ _EXPORTS = {
     "LanguageModelling": "tasks",
     "Task": "tasks",
     "FederatedModule": "module",
+    "ClientParallel": "parallel",
     "FederatedServer": "server",
     "PersonalEvaluation": "server",
     "FederatedDataModule": "data.datamodule",

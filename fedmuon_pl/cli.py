@@ -21,6 +21,10 @@ commands:
 
 `fedmuon COMMAND --help` says more. A configuration (-c) is a file, or a short name that is looked
 up in ./configs and then among those of the package; later ones win, and flags win over all.
+
+--trainer.devices auto shares a round's clients over processes, as many as there are cores; on
+several nodes: --trainer.num_nodes 2, by torchrun, by srun, or with MASTER_ADDR, MASTER_PORT and
+NODE_RANK set. The number of processes changes no result, at equal --threads.
 """
 
 

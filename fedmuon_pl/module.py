@@ -25,6 +25,7 @@ from .server.callback import FederatedServer, RoundPlan
 from .server.checkpointing import keep_best
 from .server.checks import check_trainer, first_difference
 from .server.progress import RoundProgressBar
+from .server.reduce import sum_metrics
 from .server.roundlog import RoundLog, find
 from .tasks import Task
 
@@ -377,6 +378,9 @@ class FederatedModule(LightningModule):
         self._finish(["test"])
 
     def _finish(self, splits: list[str]) -> None:
+        if self.trainer.world_size > 1:
+            measured = [self.evaluators[split] for split in splits]
+            sum_metrics([m for c in measured for m in c.values()], self.trainer.strategy)  # type: ignore[operator]
         values: dict[str, float] = {}
         for split in splits:
             metrics = self.evaluators[split]

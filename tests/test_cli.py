@@ -60,8 +60,8 @@ BAD = {
     ),
     "16-mixed": (["--trainer.precision=16-mixed"], "trainer.precision=16-mixed .* bf16-mixed"),
     "clipping": (["--trainer.gradient_clip_val=1"], "gradient_clip_val=1 .*client_clip_norm"),
-    "devices": (["--trainer.devices=2"], "trainer.devices=2 .* trainer.devices=1"),
-    "nodes": (["--trainer.num_nodes=2"], "trainer.num_nodes=2 "),
+    "devices": (["--trainer.devices=0"], "trainer.devices=0 .* number of processes"),
+    "nodes": (["--trainer.num_nodes=2"], "trainer.num_nodes=2: start the command on every node"),
     "strategy": (["--trainer.strategy=ddp"], "trainer.strategy=ddp "),
     "learning rate": (["--model.algorithm.init_args.lr=-1"], "lr=-1.0: must be positive"),
     "two rates": (

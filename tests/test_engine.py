@@ -699,9 +699,9 @@ def test_trainer_settings_that_cannot_be_honoured(key, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"devices": 2, "strategy": "ddp"}, "trainer.devices=2.*use trainer.devices=1"),
+        ({"devices": 2}, "trainer.strategy=DDPStrategy.*use trainer.strategy=clients"),
         ({"devices": 1, "strategy": "ddp"}, "trainer.strategy=DDPStrategy.*leave it at auto"),
-        ({"devices": 1, "num_nodes": 2}, "trainer.num_nodes=2.*use one node"),
+        ({"devices": 1, "num_nodes": 2}, "trainer.strategy=DDPStrategy.*trainer.strategy=clients"),
     ],
 )
 def test_strategies_that_average_gradients_are_refused(settings, said):

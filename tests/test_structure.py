@@ -35,6 +35,8 @@ FORBIDDEN = {
     "tasks.py": UPWARDS | {"algorithms", "optim", "data", "models"},
     "models": UPWARDS | {"algorithms", "optim", "clients", "data", "tasks"},
     "server": {"module", "training", "cli", "arguments", "compare", "tasks", "models"},
+    "launch.py": UPWARDS | {"algorithms", "optim", "clients", "data", "tasks", "models"},
+    "parallel.py": UPWARDS | {"algorithms", "optim", "clients", "data", "tasks", "models"},
     "module.py": {"training", "cli", "arguments", "compare", "models"},
 }
 
@@ -42,7 +44,8 @@ FORBIDDEN = {
 LIMIT = 350
 LONGER = {
     "data/partition.py": 500,  # a class for each way to partition, with its checks
-    "server/callback.py": 400,  # one callback
+    "server/callback.py": 500,  # one callback
+    "module.py": 430,
     "compare/execute.py": 400,  # one loop and the processes it watches
     "optim/orthogonalize.py": 400,  # three methods with their derivations
 }

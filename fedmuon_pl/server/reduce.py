@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_sum
 
 from ..clients import Tensors
 from ..errors import ConfigError
@@ -22,7 +24,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from .callback import FederatedServer
 
-__all__ = ["check_shared", "merge_round", "merge_sums", "shares"]
+__all__ = ["check_shared", "merge_round", "merge_sums", "shares", "sum_metrics"]
 
 
 def shares(clients: Sequence[int], work: Sequence[int], ranks: int) -> list[list[int]]:
@@ -160,6 +162,24 @@ def _checksum(tensors: Tensors) -> int:
         kind = {4: torch.int32, 8: torch.int64}.get(t.element_size(), torch.uint8)
         total = (31 * total + int(t.contiguous().view(-1).view(kind).sum())) % 2**50
     return total
+
+
+def sum_metrics(metrics: Sequence[Metric], strategy: Strategy) -> None:
+    """Adds up metrics over the ranks in one call; torchmetrics would need a dozen for each.
+
+    Afterwards their states are those of the whole evaluation. A metric with a state that is not a
+    sum is left to torchmetrics.
+    """
+    mine = [m for m in metrics if all(f is dim_zero_sum for f in m._reductions.values())]
+    names = [(m, name) for m in mine for name in m._reductions]
+    states = [getattr(m, name) for m, name in names]
+    flat = torch.cat([t.to(strategy.root_device, torch.float64).flatten() for t in states])
+    dist.all_reduce(flat)
+    pieces: Tensors = list(flat.split([t.numel() for t in states]))  # type: ignore[no-untyped-call]
+    for (m, name), state, piece in zip(names, states, pieces, strict=True):
+        setattr(m, name, piece.view(state.shape).to(state.device, state.dtype))
+    for m in mine:
+        m.sync_on_compute = False
 
 
 def check_shared(folder: Path, strategy: Strategy) -> None:
