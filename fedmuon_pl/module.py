@@ -1,7 +1,6 @@
 """The LightningModule: K local steps of every client of a round, in manual optimisation."""
 
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from torchmetrics import MetricCollection
 
 from . import engine
 from .algorithms.base import Algorithm
-from .clients import ClientStack, Tensors, clip_per_client, trainable
+from .clients import ClientStack, clip_per_client, trainable
 from .data.datamodule import FederatedDataModule
 from .data.partition import IntArray
 from .data.sampling import evaluated_clients
@@ -27,6 +26,7 @@ from .server.checks import check_trainer, first_difference
 from .server.progress import RoundProgressBar
 from .server.reduce import sum_metrics
 from .server.roundlog import RoundLog, find
+from .start_gradients import StartGradients
 from .tasks import Task
 
 __all__ = ["FederatedModule"]
@@ -107,7 +107,6 @@ class FederatedModule(LightningModule):
         self.evaluators = torch.nn.ModuleDict({s: self._metrics(s) for s in ("val", "test")})
         self._evaluation: dict[str, float] = {}
         self._at_once = 1
-        self._anchor_stack: ClientStack | None = None
         self._channels_last = False
 
     # -- Lightning's hooks --------------------------------------------------------------------
@@ -162,7 +161,7 @@ class FederatedModule(LightningModule):
         self._at_once = engine.clients_at_once(self, x.device)
         self._channels_last = engine.channels_last(self, x, self._at_once)
         self.stack = ClientStack(self.network, self._at_once, self._channels_last)
-        self._anchor_stack = None
+        self._at_start = StartGradients(self, self._at_once, self._channels_last)
 
     @property
     def data(self) -> FederatedDataModule:
@@ -203,8 +202,9 @@ class FederatedModule(LightningModule):
         devices = [self.device] if self.device.type == "cuda" else []
         with autocast_off(self.device.type), torch.random.fork_rng(devices):
             if self.algorithm.asks_for("cohort"):
-                self._cohort_gradient(plan)
-            for clients, batches in self._blocks({c: self._batches(plan, c) for c in plan.share}):
+                self._at_start.cohort(plan)
+            work = {c: self._batches(plan, c) for c in plan.share}
+            for clients, batches in engine.blocks(work, self._at_once):
                 self._train_block(plan, clients, batches)
                 self._advance(len(clients))
             self._advance(len(plan.clients) - len(plan.share))
@@ -221,57 +221,8 @@ class FederatedModule(LightningModule):
             drop_last=self.drop_last,
         )
 
-    def _blocks(
-        self, batches: Mapping[int, list[IntArray]]
-    ) -> Iterator[tuple[list[int], list[list[IntArray]]]]:
-        """Clients with equal step counts and batch shapes, up to ``clients_at_once`` together."""
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for client, steps in batches.items():
-            group = alike.setdefault(tuple(map(len, steps)), [])
-            group.append(client)
-            if len(group) == self._at_once:
-                yield list(group), [batches[c] for c in group]
-                group.clear()
-        for group in alike.values():
-            if group:
-                yield list(group), [batches[c] for c in group]
-
-    def _cohort_gradient(self, plan: RoundPlan) -> None:
-        """The first of two exchanges: the cohort's mean gradient at x^r."""
-        for clients, gradients in self._full_gradients(plan, plan.share):
-            self.server.receive_full_gradients(clients, gradients)
-        mean = self.server.mean_full_gradient(self.trainer)
-        for mechanism in self.algorithm.mechanisms:
-            if mechanism.full_gradient == "cohort":
-                mechanism.cohort_gradient(mean)
-
-    def _full_gradients(
-        self, plan: RoundPlan, clients: list[int]
-    ) -> Iterator[tuple[list[int], Tensors]]:
-        """Gradients at x^r over the clients' whole data, ``(C, *shape)``, block by block.
-
-        Computed in batches of about the training's size, as equal as can be (BatchNorm normalises
-        with the statistics of a batch), averaged by their samples; buffers stay as they are.
-        """
-        stack, whole = self.stack, self.data.client_samples
-        order = {c: whole(c, round=plan.round, seed=self.seed) for c in clients}
-        for block, batches in self._blocks(order):
-            stack.resize(len(block))
-            stack.load(plan.x0, plan.buffers)
-            stack.zero_grad()
-            self._seed_forward(derive(self.seed, "full_gradient", plan.round, *block))
-            total = sum(map(len, batches[0]))
-            for step in zip(*batches, strict=True):
-                loss = self._losses(stack, self._gather(step))
-                (loss.sum() * (len(step[0]) / total)).backward()  # type: ignore[no-untyped-call]
-            yield block, [g.detach().clone() for g in stack.gradients()]
-
-    def _gather(self, step: tuple[IntArray, ...]) -> Any:  # noqa: ANN401
-        """One batch of every client of a block."""
-        indices = torch.stack([torch.from_numpy(samples) for samples in step])
-        return self.data.gather(indices.to(self.device))
-
-    def _losses(self, stack: ClientStack, data: Any) -> Tensor:  # noqa: ANN401
+    def losses(self, stack: ClientStack, data: Any) -> Tensor:  # noqa: ANN401
+        """The batch losses of a stack's clients, ``(C,)``, in the Trainer's precision."""
         with self.trainer.precision_plugin.forward_context():
             return stack.losses(self.task.loss, data)
 
@@ -280,14 +231,11 @@ class FederatedModule(LightningModule):
     ) -> None:
         """K local steps of a block; ``batches[c][k]`` are client c's samples in step k."""
         stack, algorithm = self.stack, self.algorithm
-        full = None
-        if algorithm.asks_for("client"):
-            parts = list(self._full_gradients(plan, clients))
-            order = torch.tensor([[c for part, _ in parts for c in part].index(c) for c in clients])
-            full = [torch.cat(g)[order] for g in zip(*(g for _, g in parts), strict=True)]
+        at_start, asks = self._at_start, algorithm.asks_for
+        full = at_start.of_clients(plan, clients) if asks("client") else None
         stack.resize(len(clients))
         stack.load(plan.x0, plan.buffers)
-        anchor = self._anchor(plan, len(clients)) if algorithm.asks_for("anchor") else None
+        anchor = at_start.anchor(plan, len(clients)) if asks("anchor") else None
         state = self.server.store.load(clients, self.device)
         run = algorithm.begin(
             stack,
@@ -298,14 +246,14 @@ class FederatedModule(LightningModule):
             client_state=state,
         )
         run.full_gradient = full
-        self._seed_forward(derive(self.seed, "forward", plan.round, *clients))
+        engine.seed_forward(derive(self.seed, "forward", plan.round, *clients), self.device)
         losses = []
         for data in self.data.local_data(
             batches, clients, self.device, round=plan.round, seed=self.seed
         ):
             if anchor is not None:
-                run.anchor_gradient = self._gradient_at_start(anchor, data)
-            loss = self._losses(stack, data)
+                run.anchor_gradient = at_start.of_batch(anchor, data)
+            loss = self.losses(stack, data)
             stack.zero_grad()
             loss.sum().backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
@@ -318,27 +266,6 @@ class FederatedModule(LightningModule):
         with torch.no_grad():
             uploads = algorithm.end(run)
         self.server.receive(run, uploads, torch.stack(losses), stack.buffers)
-
-    def _anchor(self, plan: RoundPlan, clients: int) -> ClientStack:
-        """A second stack, which stays at x^r."""
-        if self._anchor_stack is None:
-            self._anchor_stack = ClientStack(self.network, self._at_once, self._channels_last)
-        self._anchor_stack.resize(clients)
-        self._anchor_stack.load(plan.x0, plan.buffers)
-        return self._anchor_stack
-
-    def _gradient_at_start(self, anchor: ClientStack, data: Any) -> Tensors:  # noqa: ANN401
-        """The batch's gradient at x^r; the step's own forward draws the same random numbers."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            loss = self._losses(anchor, data)
-        anchor.zero_grad()
-        loss.sum().backward()  # type: ignore[no-untyped-call]
-        return anchor.gradients()
-
-    def _seed_forward(self, seed: int) -> None:
-        # On a CPU the same as torch.manual_seed without the other devices, which cost 3 ms a call.
-        cpu = self.device.type == "cpu"
-        (torch.default_generator.manual_seed if cpu else torch.manual_seed)(seed)
 
     def _advance(self, clients: int) -> None:
         bar = self.trainer.progress_bar_callback
