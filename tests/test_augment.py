@@ -152,6 +152,13 @@ def test_all_images_of_a_client_change_alike(npz, skew):
         same = (ways == after[0]).all(4).all(3).all(2)
         assert same.any(0).all()
         assert same.any(1).all()
+        # For its own measurement a client sees all of them in its way.
+        chosen = torch.arange(len(before[0])) % 2 == 0
+        for client in range(4):
+            seen, labels = data.seen_by(client, name, chosen)
+            assert torch.equal(seen, ways[client][chosen])
+            assert torch.equal(labels, before[1][chosen])
+            assert torch.equal(plain.seen_by(client, name, chosen)[0], before[0][chosen])
     again = npz(feature_skew=skew)
     again.setup()
     assert torch.equal(again.splits.test[0], data.splits.test[0])

@@ -251,6 +251,7 @@ def test_two_points_with_one_folder_are_refused(here: Path) -> None:
         ({"algorithms": {"a": {"grids": {}}}}, "algorithm a: unknown key 'grids' (did you mean gr"),
         ({"choose": {"metric": "test/acc"}}, "choose.metric is test/acc, but nothing is chosen on"),
         ({"choose": {"metric": "client/test_acc"}}, "nothing is chosen on test data"),
+        ({"choose": {"metric": "client/personal_acc_mean"}}, "nothing is chosen on test data"),
         ({"choose": {"mode": "most"}}, "choose.mode should be max or min, not 'most'"),
         ({"choose": {"at": "first"}}, "choose.at should be last or best, not 'first'"),
         ({"choose": "val/acc"}, "choose should map metric, mode, at, not 'val/acc'"),

@@ -294,6 +294,18 @@ class FederatedDataModule(LightningDataModule):
         """
         return None
 
+    def seen_by(self, client: int, split: Literal["val", "test"], chosen: Tensor) -> Any:  # noqa: ANN401
+        """Samples of the validation split or the test set as a client would see them, stored.
+
+        The same for everybody, as here, unless the clients' inputs differ by themselves.
+
+        Args:
+            client: Its id.
+            split: Which.
+            chosen: A mask or indices of samples, on the data's device.
+        """
+        return tree_map(lambda t: t[chosen], getattr(self.splits, split))
+
     def label_shares(self, clients: Sequence[int] | IntArray) -> np.ndarray:
         """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""
         labels, classes = self.splits.labels, self.splits.num_classes

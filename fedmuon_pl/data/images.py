@@ -3,7 +3,7 @@
 import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -124,6 +124,7 @@ class ImageDataModule(FederatedDataModule):
         owners = np.full(len(splits.labels), -1)
         owners[p.indices] = slots
         rng = numpy_rng(self.partition_seed, "feature skew of evaluation")
+        self._unskewed = {"val": splits.val, "test": splits.test}
         for name in ("train", "val", "test"):
             images, labels = getattr(splits, name)
             whose = owners if name == "train" else rng.choice(slots, len(images))
@@ -132,6 +133,17 @@ class ImageDataModule(FederatedDataModule):
             except ValueError as e:
                 raise ConfigError(f"data.feature_skew: {e}") from None
             setattr(splits, name, (changed, labels))
+
+    def seen_by(
+        self, client: int, split: Literal["val", "test"], chosen: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`FederatedDataModule`; with the client's own feature skew."""
+        if self.feature_skew is None:
+            return super().seen_by(client, split, chosen)  # type: ignore[no-any-return]
+        images, labels = (t[chosen.cpu()] for t in self._unskewed[split])
+        whose = np.full(len(images), client)
+        seen = self.feature_skew(images, whose, len(self.partition), self.partition_seed)
+        return seen.to(chosen.device), labels.to(chosen.device)
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """See :class:`FederatedDataModule`; bytes stay bytes."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pytorch_lightning import Callback, Trainer
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..clients import ClientStack, trainable
 from ..data.datamodule import Batches, FederatedDataModule
@@ -187,7 +186,7 @@ class _Accuracy:
         # Only classes that the client has count.
         shares = torch.from_numpy(self.data.label_shares([client])[0])
         met = (shares > 0).to(self.device)[self.classes[split]]
-        samples = tree_map(lambda t: t[met], getattr(self.data.splits, split))
+        samples = self.data.seen_by(client, split, met)
         by_class = self._measure(stack, samples, by_class=True)
         return float(shares @ by_class.double().cpu())
 
@@ -200,7 +199,7 @@ class _Accuracy:
         metrics = metrics.to(self.device)
         for one in metrics.values():
             one.sync_on_compute = False  # other processes measure other clients
-        for batch in Batches(samples, self.data.eval_batch_size):
+        for batch in Batches(samples, self.data.eval_batch_size, self.data.prepare):
             with self.trainer.precision_plugin.forward_context():
                 self.task.evaluate(stack.shell, batch, metrics)
         value: Tensor = metrics["class_acc" if by_class else "acc"].compute()
