@@ -203,7 +203,7 @@ def write_tuned(results: Sequence[GridResult], plan: Plan, directory: str | Path
         written.append(path)
     for experiment in dict.fromkeys(path.parent for path in written):
         own = [result for result in results if result.experiment == experiment.name]
-        record = experiment / "grid.md"
+        record = experiment / f"{plan.name}.md"
         record.write_text(grid_markdown(own, plan), encoding="utf-8")
         written.append(record)
     return written
@@ -212,7 +212,8 @@ def write_tuned(results: Sequence[GridResult], plan: Plan, directory: str | Path
 def _tuned_yaml(result: GridResult, best: Trial, plan: Plan) -> str:
     choose = plan.choose
     lines = [
-        f"Chosen by `fedmuon sweep {plan.name} --write-tuned`; the whole record is in grid.md.",
+        f"Chosen by `fedmuon sweep {plan.name} --write-tuned`; the whole record is in "
+        f"{plan.name}.md.",
         f"{len(result.trials)} trials, {seeds_text(plan.seeds)}:",
     ]
     for key in best.point:
