@@ -265,7 +265,7 @@ class FederatedModule(LightningModule):
             losses.append(loss.detach())
         with torch.no_grad():
             uploads = algorithm.end(run)
-        self.server.receive(run, uploads, torch.stack(losses), stack.buffers)
+        self.server.totals.receive(run, uploads, torch.stack(losses), stack.buffers)
 
     def _advance(self, clients: int) -> None:
         bar = self.trainer.progress_bar_callback

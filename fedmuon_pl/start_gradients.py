@@ -37,7 +37,7 @@ class StartGradients:
         """The first of two exchanges: mechanisms get the cohort's mean gradient over all data."""
         module = self._module
         for clients, gradients in self._by_block(plan, plan.share):
-            module.server.receive_full_gradients(clients, gradients)
+            module.server.totals.receive_full_gradients(plan.round, clients, gradients)
         mean = module.server.mean_full_gradient(module.trainer)
         for mechanism in module.algorithm.mechanisms:
             if mechanism.full_gradient == "cohort":

@@ -1109,7 +1109,7 @@ def test_tuned_files_are_nested_yaml_with_their_history(here: Path) -> None:
     planned = write_grid(here / "runs", toy, {"fedadam@lr=1,tau=0.001-s0": [0.8, 0.9]})
     results = grid.best_points(planned, runs.read_runs([here / "runs"])[0], toy.choose)
     written = grid.write_tuned(results, toy, "configs/tuned")
-    assert written == [Path("configs/tuned/toy/fedadam.yaml"), Path("configs/tuned/toy/grid.md")]
+    assert written == [Path("configs/tuned/toy/fedadam.yaml"), Path("configs/tuned/toy/p.md")]
     text = written[0].read_text()
     assert yaml.safe_load(text) == {"model": {"algorithm": {"init_args": {"lr": 1, "tau": 0.001}}}}
     comment = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))

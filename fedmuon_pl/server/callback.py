@@ -11,17 +11,18 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from ..algorithms.base import LocalRun, Setting, Upload
-from ..clients import Tensors, nbytes, trainable
+from ..algorithms.base import Setting
+from ..clients import Tensors, trainable
 from ..data.datamodule import FederatedDataModule
 from ..data.sampling import cohort, local_work, resolve_cohort_size
 from ..errors import ConfigError, NonFiniteUpdate
-from .aggregate import RunningMean, mean_buffers
+from .aggregate import mean_buffers
 from .checkpointing import AtomicCheckpointIO
 from .checks import check_trainer, first_difference
 from .diagnostics import RoundDiagnostics
 from .reduce import check_shared, merge_round, merge_sums, shares
 from .state import ClientStore
+from .totals import RoundTotals
 
 if TYPE_CHECKING:
     from ..module import FederatedModule
@@ -137,10 +138,8 @@ class FederatedServer(Callback):
         except ValueError as e:
             raise ConfigError(f"{algorithm.name}: {e}") from e
         local = algorithm.stays_local()
-        self._buffers = {n: b for n, b in setting.buffers.items() if n not in local}
-        self._float_buffers = [n for n, b in self._buffers.items() if b.is_floating_point()]
+        buffers = {n: b for n, b in setting.buffers.items() if n not in local}
         shared = [x for n, x in zip(setting.names, setting.x, strict=True) if n not in local]
-        self._exchanged = [*shared, *self._buffers.values()]
         self.rank, self.ranks = trainer.global_rank, trainer.world_size
         if self.ranks > self.cohort_size:
             warnings.warn(
@@ -150,6 +149,14 @@ class FederatedServer(Callback):
             )
         self.store = self._open_store(trainer, algorithm.client_state_like())
         self.diagnostics = RoundDiagnostics(setting.x)
+        self.totals = RoundTotals(
+            buffers,
+            [*shared, *buffers.values()],
+            self._weight,
+            self.on_nonfinite,
+            self.diagnostics,
+            self.store,
+        )
         if self._restored is not None:
             self._restore(trainer, pl_module, self._restored)
             self._restored = None
@@ -189,14 +196,7 @@ class FederatedServer(Callback):
             x0=[p.detach() for p in self._server_params],
             buffers=dict(module.network.named_buffers()),
         )
-        self._sums = RunningMean()
-        self._counters: dict[str, Tensor] = {}
-        self._bytes = [0, 0]
-        self._steps = 0
-        self._accepted = 0
-        self._dropped = 0
-        self.store.discard()
-        self.diagnostics.start()
+        self.totals.start()
         self._opened = time.perf_counter()
         return self.plan
 
@@ -214,30 +214,8 @@ class FederatedServer(Callback):
         whole = samples if asks("client") or asks("cohort") else 0
         return steps * (2 if asks("anchor") else 1) + whole
 
-    # -- what clients send --------------------------------------------------------------------
-
-    @torch.no_grad()
-    def receive_full_gradients(self, clients: list[int], gradients: Tensors) -> None:
-        """Adds a block's gradients at x^r over the clients' whole data, ``(C, *shape)``.
-
-        Raises:
-            NonFiniteUpdate: If one is not finite and the policy is to stop.
-        """
-        assert self.plan is not None, "no round is open"
-        weights = [self._weight(c) for c in clients]
-        for c, client in enumerate(clients):
-            if not all(bool(g[c].isfinite().all()) for g in gradients):
-                if self.on_nonfinite == "stop":
-                    raise NonFiniteUpdate(
-                        f"round {self.plan.round}, client {client}: the gradient over its whole "
-                        f"data at x^r is infinite or not-a-number"
-                    )
-                weights[c] = 0
-        self._sums.add("full_gradient", gradients, weights)
-        self._bytes[0] += len(clients) * nbytes([g[0] for g in gradients])
-
     def mean_full_gradient(self, trainer: Trainer) -> Tensors:
-        """The cohort's mean of :meth:`receive_full_gradients`, in float64.
+        """The cohort's mean gradient over all data at x^r, in float64.
 
         Raises:
             NonFiniteUpdate: If no client sent a finite one.
@@ -245,89 +223,13 @@ class FederatedServer(Callback):
         assert self.plan is not None, "no round is open"
         if self.ranks > 1:
             merge_sums(self, trainer.strategy)
-        means = self._sums.means()
+        means = self.totals.sums.means()
         if "full_gradient" not in means:
             raise NonFiniteUpdate(f"round {self.plan.round}: no client sent a finite gradient")
         return means["full_gradient"]
 
-    @torch.no_grad()
-    def receive(
-        self,
-        run: LocalRun,
-        uploads: Mapping[str, Upload],
-        losses: Tensor,
-        buffers: Mapping[str, Tensor],
-    ) -> None:
-        """Adds one block of clients to the round's running sums.
-
-        Args:
-            run: The finished local run of C clients.
-            uploads: What the method sends beside the displacement.
-            losses: Training losses, ``(K, C)``.
-            buffers: The clients' buffers, each ``(C, *shape)``.
-
-        Raises:
-            NonFiniteUpdate: If a client's loss, weights or buffers are not finite and the policy is
-                to stop.
-        """
-        displacement = run.displacement()
-        measured = self.diagnostics.measure(displacement, losses)
-        sound = self._sound_buffers(buffers, len(run.clients))
-        weights = [self._weight(c) for c in run.clients]
-        for c, client in enumerate(run.clients):
-            if not (measured.finite[c] and sound[c]):
-                self._refuse(run, client, losses[:, c])
-                weights[c] = 0
-        ones = [int(w > 0) for w in weights]
-        self._sums.add("displacement", displacement, weights)
-        self._sums.add("buffers", [buffers[n] for n in self._float_buffers], weights)
-        for name, upload in uploads.items():
-            self._sums.add(name, upload.tensors, weights if upload.by_weight else ones)
-        for name in self._buffers.keys() - set(self._float_buffers):
-            self._count(name, buffers[name], ones)
-        self.diagnostics.add(measured, weights)
-        accepted = [c for c, one in enumerate(ones) if one]
-        if run.client_state and accepted:
-            state = {k: [t[accepted] for t in v] for k, v in run.client_state.items()}
-            self.store.put([run.clients[c] for c in accepted], state)
-        model = len(run.clients) * nbytes(self._exchanged)
-        self._bytes[0] += model + sum(nbytes(u.payload()) for u in uploads.values())
-        self._bytes[1] += model + run.received
-        self._steps += run.steps * len(run.clients)
-        self._accepted += len(accepted)
-
     def _weight(self, client: int) -> int:
         return 1 if self.weighting == "uniform" else len(self.data.partition[client])
-
-    def _sound_buffers(self, buffers: Mapping[str, Tensor], clients: int) -> list[bool]:
-        """Whether each client's float buffers are finite where the global model's are."""
-        if not self._float_buffers:
-            return [True] * clients
-        theirs = torch.cat([buffers[n].unsqueeze(1).flatten(1) for n in self._float_buffers], 1)
-        ours = torch.cat([self._buffers[n].flatten() for n in self._float_buffers])
-        sound: list[bool] = (theirs.isfinite() | ~ours.isfinite()).all(1).tolist()
-        return sound
-
-    def _refuse(self, run: LocalRun, client: int, losses: Tensor) -> None:
-        bad = (~losses.isfinite()).nonzero()
-        if len(bad):
-            k = int(bad[0])
-            what = f"the training loss became {losses[k].item()} at local step {k + 1}"
-        else:
-            what = "weights or buffers were infinite or not-a-number after the last local step"
-        if self.on_nonfinite == "stop":
-            raise NonFiniteUpdate(
-                f"round {run.round}, client {client}: {what} of {run.steps}; lower the learning "
-                f"rate, or set server.on_nonfinite=drop to leave such updates out"
-            )
-        self._dropped += 1
-
-    def _count(self, name: str, values: Tensor, ones: list[int]) -> None:
-        accepted = [c for c, one in enumerate(ones) if one]
-        if accepted:
-            top = values[accepted].amax(0)
-            known = self._counters.get(name)
-            self._counters[name] = top if known is None else torch.maximum(known, top)
 
     # -- the round's end ----------------------------------------------------------------------
 
@@ -344,31 +246,32 @@ class FederatedServer(Callback):
         assert self.plan is not None, "no round is open"
         r = self.plan.round
         self._commit_and_merge(trainer)
-        if self._accepted == 0:
+        totals = self.totals
+        if totals.accepted == 0:
             raise NonFiniteUpdate(f"round {r}: no client of the cohort sent a finite update")
-        means = self._sums.means()
+        means = totals.sums.means()
         before = [x.clone() for x in self.plan.x0]
-        direction = module.algorithm.aggregate(means, self._accepted)
+        direction = module.algorithm.aggregate(means, totals.accepted)
         for p, d in zip(self._server_params, direction, strict=True):
             p.grad = -d.to(p.dtype)
         optimizer: Any = module.optimizers()
         optimizer.step()
         for p in self._server_params:
             p.grad = None
-        mean_buffers(self._sums, self._counters, self._buffers)
-        self._total_bytes += sum(self._bytes)
+        mean_buffers(totals.sums, totals.counters, totals.buffers)
+        self._total_bytes += totals.up + totals.down
         seconds = time.perf_counter() - self._opened
         self.report = {
             **self.diagnostics.summary(means["displacement"], before, self.plan.x0),
             "fed/client_lr": module.algorithm.local.lr * self.plan.lr_factor,
-            "comm/up_mb": self._bytes[0] / 1e6,
-            "comm/down_mb": self._bytes[1] / 1e6,
+            "comm/up_mb": totals.up / 1e6,
+            "comm/down_mb": totals.down / 1e6,
             "comm/total_mb": self._total_bytes / 1e6,
             "time/round_s": seconds,
-            "time/client_steps_per_s": self._steps / seconds,
+            "time/client_steps_per_s": totals.steps / seconds,
         }
         if self.on_nonfinite == "drop":
-            self.report["fed/clients_dropped"] = self._dropped
+            self.report["fed/clients_dropped"] = totals.dropped
         self._rounds_done = r + 1
         self.plan = None
 
@@ -384,14 +287,6 @@ class FederatedServer(Callback):
             stop = merge_round(self, strategy)
         if stop:
             trainer._signal_connector.received_sigterm = True  # Lightning stops at the round's end
-
-    def tally(self) -> list[int]:
-        """What this process has counted, to be added up over the processes."""
-        return [*self._bytes, self._steps, self._accepted, self._dropped]
-
-    def take_tally(self, totals: list[int]) -> None:
-        """The counts of all processes."""
-        *self._bytes, self._steps, self._accepted, self._dropped = totals
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Now and then removes per-client files that no checkpoint of the run needs."""

@@ -62,7 +62,7 @@ def merge_sums(server: "FederatedServer", strategy: Strategy, extra: Tensors = (
         The totals of ``extra``.
     """
     assert server.plan is not None
-    sums = server._sums
+    sums = server.totals.sums
     if not all(server.plan.shares):
         # A rank without clients does not know what they send; rank 0 always has some.
         sums.expect(strategy.broadcast(sums.layout()), strategy.root_device)
@@ -98,20 +98,21 @@ def merge_round(server: "FederatedServer", strategy: Strategy) -> bool:
     assert plan is not None
     first = sum(map(len, plan.shares[:rank]))
     at = slice(first, first + len(plan.shares[rank]))
-    counters = {n: b for n, b in server._buffers.items() if not b.is_floating_point()}
+    counters = {n: b for n, b in server.totals.buffers.items() if not b.is_floating_point()}
 
     measured = _rows(server.diagnostics.rows, 4, len(plan.clients), at)
     stored = _rows(server.store.fresh, 4, len(plan.clients), at)
     tally = torch.tensor(
-        [*server.tally(), float(getattr(strategy, "stop_requested", False))], dtype=torch.float64
+        [*server.totals.tally(), float(getattr(strategy, "stop_requested", False))],
+        dtype=torch.float64,
     )
     model = torch.zeros(ranks, dtype=torch.float64)
     model[rank] = _checksum(plan.x0)
     width = sum(b.numel() for b in counters.values())
     largest = torch.zeros(ranks, 1 + width, dtype=torch.float64)
-    if server._counters:
+    if server.totals.counters:
         largest[rank, 0] = 1
-        largest[rank, 1:] = torch.cat([server._counters[n].flatten().cpu() for n in counters])
+        largest[rank, 1:] = torch.cat([server.totals.counters[n].flatten().cpu() for n in counters])
 
     extra = merge_sums(server, strategy, [measured, stored, tally, model, largest])
     measured, stored, tally, model, largest = (t.cpu() for t in extra)
@@ -125,8 +126,8 @@ def merge_round(server: "FederatedServer", strategy: Strategy) -> bool:
     totals: list[float]
     stop: float
     *totals, stop = tally.tolist()
-    server.take_tally([int(t) for t in totals])
-    server._counters = _tops(largest, counters)
+    server.totals.take_tally([int(t) for t in totals])
+    server.totals.counters = _tops(largest, counters)
     return stop > 0
 
 
