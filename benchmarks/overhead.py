@@ -1,30 +1,86 @@
-"""What the engine costs beside the arithmetic: rounds of FedAvg on LeNet against a bare loop.
+"""What a round costs through the engine: side by side with a bare PyTorch loop, and each lever.
 
-Both do the same work on the same batches, in turns, in one process with one thread:
+All contestants do the same work on the same batches, in turns, in one process with one thread:
 
-    python benchmarks/overhead.py [--repeat 7] [--rounds 5]
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py lenet [--repeat 6] [--rounds 4]
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py resnet [--repeat 3] [--rounds 1]
 
-Prints the median seconds of a round for each, their ratio, and FedMuon's and SCAFFOLD's cost over
-FedAvg's, all from one run. No timing is ever a test.
+Prints seconds of CPU, which other people's jobs on the machine inflate less than the clock's: the
+median and the least of a round, and the ratio of both to the row that the table names. No timing is
+ever a test.
 """
 
 import argparse
+import contextlib
+import logging
 import statistics
 import tempfile
 import time
+import warnings
 from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
 from pytorch_lightning import Callback, Trainer
 
-from fedmuon_pl import Classification, FedAvg, FederatedModule, FederatedServer, FedMuon, Scaffold
+from fedmuon_pl import (
+    Classification,
+    FedAvg,
+    FederatedDataModule,
+    FederatedModule,
+    FederatedServer,
+    FedMuon,
+    Scaffold,
+    Splits,
+)
 from fedmuon_pl.data.digits import MNIST5k
-from fedmuon_pl.data.partition import DirichletByClient
+from fedmuon_pl.data.partition import IID, DirichletByClient
 from fedmuon_pl.data.sampling import cohort
-from fedmuon_pl.models import LeNet
+from fedmuon_pl.models import LeNet, ResNet18
 
-STEPS, COHORT, LR = 10, 10, 0.05
+LR = 0.05
+
+
+class Noise(FederatedDataModule):
+    """Images of the size of CIFAR's; what they show does not change the time."""
+
+    def load(self):
+        g = torch.Generator().manual_seed(0)
+        data = (
+            torch.randn(1000, 3, 32, 32, generator=g),
+            torch.randint(0, 100, (1000,), generator=g),
+        )
+        return Splits(data, data, data, data[1].numpy(), 100)
+
+
+WORK = {
+    "lenet": {
+        "what": "LeNet on MNIST-5k, 10 clients, K = 10, batch 32",
+        "network": LeNet,
+        "classes": 10,
+        "data": lambda: MNIST5k(100, DirichletByClient(0.1), batch_size=32),
+        "cohort": 10,
+        "steps": 10,
+    },
+    "resnet": {
+        "what": "ResNet-18 with GroupNorm on 3 x 32 x 32, 1 client, K = 2, batch 50",
+        "network": ResNet18,
+        "classes": 100,
+        "data": lambda: Noise(10, IID(), batch_size=50),
+        "cohort": 1,
+        "steps": 2,
+    },
+}
+# name: (algorithm, arguments of the module, precision, the row that it is compared with)
+CONTESTANTS = {
+    "bare loop": (None, {}, "32-true", "bare loop"),
+    "FedAvg": (lambda: FedAvg(LR), {}, "32-true", "bare loop"),
+    "FedAvg, contiguous": (lambda: FedAvg(LR), {"channels_last": False}, "32-true", "bare loop"),
+    "SCAFFOLD": (lambda: Scaffold(LR), {}, "32-true", "FedAvg"),
+    "FedMuon": (lambda: FedMuon(0.005), {}, "32-true", "FedAvg"),
+    "bare loop, bf16-mixed": (None, {}, "bf16-mixed", "bare loop"),
+    "FedAvg, bf16-mixed": (lambda: FedAvg(LR), {}, "bf16-mixed", "bare loop"),
+}
 
 
 class Rounds(Callback):
@@ -34,82 +90,107 @@ class Rounds(Callback):
         self.seconds = []
 
     def on_train_batch_start(self, *_):
-        self.begin = time.perf_counter()
+        self.begin = time.process_time()
 
     def on_train_batch_end(self, *_):
-        self.seconds.append(time.perf_counter() - self.begin)
+        self.seconds.append(time.process_time() - self.begin)
 
 
-def engine(algorithm, rounds):
+def engine(work, algorithm, arguments, precision, rounds):
     """Seconds of each round through the Trainer."""
     clock = Rounds()
-    module = FederatedModule(Classification(LeNet), algorithm, local_steps=STEPS)
+    task = Classification(work["network"], num_classes=work["classes"])
+    module = FederatedModule(task, algorithm, local_steps=work["steps"], **arguments)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             max_epochs=rounds,
             accelerator="cpu",
+            precision=precision,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             limit_val_batches=0,
             default_root_dir=folder,
-            callbacks=[FederatedServer(COHORT), clock],
+            callbacks=[FederatedServer(work["cohort"]), clock],
         )
-        data = MNIST5k(100, DirichletByClient(0.1))
-        trainer.fit(module, data)
-    return clock.seconds, module, data
+        trainer.fit(module, work["data"]())
+    return clock.seconds
 
 
-def bare(module, data, rounds):
+def bare(work, precision, rounds):
     """The same rounds of FedAvg as one would write them without a framework."""
-    model = deepcopy(module.network)
+    data = work["data"]()
+    data.setup()
+    model = deepcopy(Classification(work["network"], num_classes=work["classes"]).build_network(0))
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=LR)
+    half = precision == "bf16-mixed"
+    context = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
+    inputs, labels = data.splits.train
     seconds = []
     for r in range(rounds):
-        begin = time.perf_counter()
+        begin = time.process_time()
         start = [p.detach().clone() for p in params]
         total = [torch.zeros_like(p) for p in start]
-        for client in cohort(r, seed=0, candidates=100, size=COHORT):
+        for client in cohort(r, seed=0, candidates=data.clients, size=work["cohort"]):
             with torch.no_grad():
                 torch._foreach_copy_(params, start)
             batches = data.client_batches(
-                client, round=r, seed=0, steps=STEPS, epochs=None, drop_last=False
+                client, round=r, seed=0, steps=work["steps"], epochs=None, drop_last=False
             )
             for batch in batches:
-                inputs, labels = data.gather(torch.from_numpy(batch))
+                index = torch.from_numpy(batch)
                 optimizer.zero_grad()
-                F.cross_entropy(model(inputs), labels).backward()
+                with context:
+                    loss = F.cross_entropy(model(inputs[index]), labels[index])
+                loss.backward()
                 optimizer.step()
             with torch.no_grad():
                 torch._foreach_add_(total, params)
         with torch.no_grad():
-            torch._foreach_copy_(params, torch._foreach_div(total, COHORT))
-        seconds.append(time.perf_counter() - begin)
+            torch._foreach_copy_(params, torch._foreach_div(total, work["cohort"]))
+        seconds.append(time.process_time() - begin)
+    return seconds
+
+
+def measure(work, names, repeat, rounds):
+    """Seconds of every round but each run's first, by contestant, in turns."""
+    seconds = {name: [] for name in names}
+    for _ in range(repeat):
+        for name in names:
+            build, arguments, precision, _ = CONTESTANTS[name]
+            if build is None:
+                took = bare(work, precision, rounds + 1)
+            else:
+                took = engine(work, build(), arguments, precision, rounds + 1)
+            seconds[name] += took[1:]
     return seconds
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("work", choices=WORK)
+    parser.add_argument("--repeat", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), choices=CONTESTANTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    seconds = {"bare loop": [], "FedAvg": [], "SCAFFOLD": [], "FedMuon": []}
-    for _ in range(options.repeat):
-        for name, build in (
-            ("FedAvg", lambda: FedAvg(LR)),
-            ("SCAFFOLD", lambda: Scaffold(LR)),
-            ("FedMuon", lambda: FedMuon(0.005)),
-        ):
-            took, module, data = engine(build(), options.rounds + 1)
-            seconds[name] += took[1:]
-            if name == "FedAvg":
-                seconds["bare loop"] += bare(module, data, options.rounds + 1)[1:]
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, median in medians.items():
-        print(f"{name:10} {median:8.4f} s/round  {median / medians['bare loop']:5.2f} x bare loop")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    work = WORK[options.work]
+    seconds = measure(work, options.only, options.repeat, options.rounds)
+    cpu = torch.backends.cpu.get_cpu_capability()
+    print(f"{work['what']}; {cpu}, 1 thread, torch {torch.__version__}\n")
+    print("| what | median s | least s | over | median | least |\n|---|---:|---:|---|---:|---:|")
+    for name, values in seconds.items():
+        base = CONTESTANTS[name][-1]
+        found = [statistics.median(values), min(values)]
+        other = seconds.get(base)
+        cells = [f"{v:.3f}" for v in found] + [base]
+        if other:
+            cells += [f"{found[0] / statistics.median(other):.2f}", f"{found[1] / min(other):.2f}"]
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

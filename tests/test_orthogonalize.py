@@ -368,3 +368,23 @@ def test_a_matrix_that_is_not_finite_spoils_no_other():
     polar = polar_svd(batch)
     assert polar[1].isnan().all()
     assert torch.equal(polar[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bound"),
+    [([QUINTIC] * 5, 1e-3), (list(POLAR_EXPRESS), 1e-3), ([QUINTIC] * 9, 1e-3)],
+)
+@pytest.mark.parametrize("lowest", [0, -2, -8, None])
+def test_gram_form_in_float32_stays_close_to_the_plain_one_in_float64(schedule, bound, lowest):
+    """Spectral norm of the difference; docs/orthogonalisation.md has the measured ones."""
+    u, v = orthogonal(48, 1), orthogonal(150, 2)[:, :48]
+    s = torch.zeros(48, dtype=torch.float64)
+    if lowest is None:
+        s[:8] = 1
+    else:
+        s = torch.logspace(0, lowest, 48, dtype=torch.float64)
+    x = (u * s) @ v.mT
+    x = x / x.norm()
+    exact = orthogonalize._iterate(x, schedule)
+    found = orthogonalize._iterate_gram(x.float(), schedule).double()
+    assert torch.linalg.matrix_norm(found - exact, 2) < bound
