@@ -19,6 +19,7 @@ from fedmuon_pl.data.datamodule import FederatedDataModule
 from fedmuon_pl.errors import NonFiniteUpdate
 from fedmuon_pl.server.callback import FederatedServer
 from fedmuon_pl.server.state import ClientStore
+from fedmuon_pl.server.totals import RoundTotals
 from fedmuon_pl.training import FederatedCLI
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -156,9 +157,9 @@ def interrupted(round, blocks=2, act=None):
     received = []
 
     def receive(original):
-        def call(self, *args):
-            original(self, *args)
-            received.append(self.plan.round)
+        def call(self, run, *args):
+            original(self, run, *args)
+            received.append(run.round)
             if received.count(round) == blocks:
                 if act is None:
                     raise Interruption
@@ -166,7 +167,7 @@ def interrupted(round, blocks=2, act=None):
 
         return call
 
-    with patched(FederatedServer, "receive", receive):
+    with patched(RoundTotals, "receive", receive):
         yield
 
 
