@@ -402,7 +402,7 @@ def test_error_feedback_loses_nothing(at_once, tmp_path):
 def test_low_rank_follows_the_view_of_matrices(tmp_path):
     method = FedMuon(0.02, momentum_ratio=0.5, scale="spectral_unflattened", matrix_view="last_two")
     recorder, _ = federate(method, DATA, tmp_path, network=Tokens)
-    shapes = [tuple(t.shape) for t in recorder.state[-1]["state_averaging.momentum_buffer"]]
+    shapes = [tuple(t.shape) for t in recorder.state[-1]["momentum_averaging.momentum"]]
     # The token (1 x 5) whole, the position (9 x 5) at rank 1; mix, two of 5 x 2; the convolutions,
     # 2 x 3 whole and 5 x 2; tall 6 x 4 and head 3 x 6.
     assert shapes == [

@@ -192,7 +192,7 @@ class LocalRun:
             optimizer, leaf = self._leaf(i)
             if not per_client:
                 axis = (len(self.clients),) if self.client_axis else ()
-                value = value.expand(*axis, *value.shape)
+                value = value.expand((*axis, *value.shape))
             elif not self.client_axis:
                 value = value[0]
             optimizer.state[leaf][key] = value.clone()
