@@ -48,7 +48,7 @@ BAD = {
     "misspelt argument": (["--model.algorithm.init_args.lrr=3"], "Option 'lrr' is not accepted"),
     "unknown algorithm": (
         ["--model.algorithm=FedFoo"],
-        "FedFoo is no algorithm; there are FedACG, FedAdagrad, FedAdam, FedAvg, ",
+        "FedFoo is no algorithm; there are FedACG, FedAdagrad, FedAdam, FedAdamW, FedAvg, ",
     ),
     "unknown configuration": (["-c", "algorithm/fedfoo"], "'algorithm/fedfoo'; there are"),
     "no checkpoint to resume": (["--ckpt_path=last"], "there is no checkpoint runs"),

@@ -31,6 +31,7 @@ from federation import federate
 from fedmuon_pl import Classification, FedAvg, FederatedModule, FedMuon, Scaffold
 from fedmuon_pl.data.datamodule import FederatedDataModule
 from fedmuon_pl.server.callback import FederatedServer
+from fedmuon_pl.server.totals import RoundTotals
 
 
 def state_hash(folder):
@@ -147,7 +148,7 @@ def test_global_generators_do_not_matter(finished, tmp_path):
         patched(FederatedDataModule, "setup", disturbed),
         patched(FederatedDataModule, "client_batches", disturbed),
         patched(FederatedServer, "open_round", disturbed),
-        patched(FederatedServer, "receive", disturbed),
+        patched(RoundTotals, "receive", disturbed),
         patched(FederatedModule, "validation_step", disturbed),
     ):
         folder = fit("fedmuon", tmp_path)
@@ -174,7 +175,7 @@ def test_global_generators_do_not_matter_with_dropout(tmp_path):
     random.seed(5)
     disturb()
     before = torch.get_rng_state()
-    with patched(FederatedServer, "receive", disturbed):
+    with patched(RoundTotals, "receive", disturbed):
         again = train(FedAvg(0.1))
     assert difference(first, again) is None
     # Another method in between, and the global generator is left as it was.

@@ -116,7 +116,7 @@ def test_official_equals_the_released_code(setting, tmp_path):
     )
     assert_same(recorder, trace)
     assert min(float(p.abs().max()) for p in trace.state[-1]["m"].values()) > 0.01
-    for name, mine in (("m", "alignment.delta_g"), ("momentum", "momentum_averaging.momentum")):
+    for name, mine in (("m", "alignment.delta_g"), ("momentum", "state_averaging.momentum_buffer")):
         for ours, theirs in zip(recorder.state, trace.state, strict=True):
             factor = -1 / steps if name == "m" else 1.0  # Delta_g = -m / K, for rates alike
             rates = [2.0 if p.ndim >= 2 and name == "m" else 1.0 for p in theirs[name].values()]
@@ -402,7 +402,7 @@ def test_error_feedback_loses_nothing(at_once, tmp_path):
 def test_low_rank_follows_the_view_of_matrices(tmp_path):
     method = FedMuon(0.02, momentum_ratio=0.5, scale="spectral_unflattened", matrix_view="last_two")
     recorder, _ = federate(method, DATA, tmp_path, network=Tokens)
-    shapes = [tuple(t.shape) for t in recorder.state[-1]["momentum_averaging.momentum"]]
+    shapes = [tuple(t.shape) for t in recorder.state[-1]["state_averaging.momentum_buffer"]]
     # The token (1 x 5) whole, the position (9 x 5) at rank 1; mix, two of 5 x 2; the convolutions,
     # 2 x 3 whole and 5 x 2; tall 6 x 4 and head 3 x 6.
     assert shapes == [

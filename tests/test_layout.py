@@ -122,7 +122,7 @@ def test_steps_are_gathered_in_pieces(monkeypatch):
     inputs, labels = data.splits.train
     for limit in (1, 13, 20, 1000):
         monkeypatch.setattr("fedmuon_pl.data.datamodule._GATHERED", limit)
-        steps = list(data.local_data(batches, torch.device("cpu")))
+        steps = list(data.local_data(batches, [0], torch.device("cpu"), round=0, seed=0))
         assert len(steps) == len(sizes)
         for k, (x, y) in enumerate(steps):
             for c in range(2):
@@ -136,6 +136,6 @@ def test_batches_of_any_kind_are_gathered():
     inputs, labels = data.splits.train
     data.splits.train = {"pixels": inputs, "more": [labels]}
     batches = [[np.array([3, 1]), np.array([0, 2])]]
-    steps = list(data.local_data(batches, torch.device("cpu")))
+    steps = list(data.local_data(batches, [0], torch.device("cpu"), round=0, seed=0))
     assert torch.equal(steps[1]["pixels"], inputs[[0, 2]][None])
     assert torch.equal(steps[0]["more"][0], labels[[3, 1]][None])

@@ -56,6 +56,7 @@ from fedmuon_pl.data.partition import DirichletByClass
 from fedmuon_pl.schedules import Cosine
 from fedmuon_pl.server.callback import FederatedServer
 from fedmuon_pl.server.roundlog import MetricsFile, RoundLog, prune_events
+from fedmuon_pl.server.totals import RoundTotals
 
 # DESIGN.md, section 7.
 EVALUATED = {
@@ -430,7 +431,7 @@ def test_diagnostics(weighting, at_once, tmp_path):
 
         return call
 
-    with patched(FederatedServer, "receive", receive):
+    with patched(RoundTotals, "receive", receive):
         recorder, _ = federate(
             FedAvg(0.2, server=partial(torch.optim.SGD, lr=0.7)),
             data,

@@ -155,7 +155,7 @@ class FedMuon(Algorithm):
         if momentum_ratio is not None:
             mechanisms.append(LowRankMomentumAveraging(rule, momentum_ratio, error_feedback))
         elif average_momentum:
-            mechanisms.append(StateAveraging(rule, ["momentum_buffer"]))
+            mechanisms.append(StateAveraging(rule, ["momentum_buffer"], only_matrices_of=rule))
         super().__init__(rule, mechanisms, server)
 
 

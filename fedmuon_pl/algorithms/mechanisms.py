@@ -177,6 +177,7 @@ class StateAveraging(Mechanism):
         states: Their names in the optimiser's state, such as ``"momentum_buffer"``; ``"gram"``
             also stands for ``"gram_0"``, ``"gram_1"`` and so on. Parameters without such a state
             are left alone.
+        only_matrices_of: As in :class:`Alignment`.
 
     Raises:
         ValueError: In ``setup``, if no optimiser keeps a named state, or one that cannot fill in
@@ -186,9 +187,12 @@ class StateAveraging(Mechanism):
 
     name = "state_averaging"
 
-    def __init__(self, rule: LocalRule, states: Sequence[str]) -> None:
+    def __init__(
+        self, rule: LocalRule, states: Sequence[str], only_matrices_of: MuonRule | None = None
+    ) -> None:
         super().__init__()
         self._rule = rule
+        self._only = only_matrices_of
         self._names = [re.compile(rf"{re.escape(name)}(_\d+)?") for name in states]
         self._states = list(states)
 
@@ -199,6 +203,8 @@ class StateAveraging(Mechanism):
         self.server_state = {}
         found: dict[str, set[str]] = {}
         for kind, index, state in self._rule.state_like(setting):
+            if self._only is not None and index not in self._only.matrices:
+                continue
             found.setdefault(kind.__name__, set()).update(state)
             wanted = [key for key in state if any(n.fullmatch(key) for n in self._names)]
             for key in wanted:
@@ -288,7 +294,7 @@ class SecondMomentAveraging(Mechanism):
     def begin(self, run: LocalRun) -> None:
         """v_i^{r,0} = vbar^r."""
         every = range(len(run.x))
-        v = [t.expand(x.shape) for t, x in zip(self.server_state["v"], run.x0, strict=True)]
+        v = [t.expand_as(x) for t, x in zip(self.server_state["v"], run.x0, strict=True)]
         for key in self._keys:
             run.set_state(key, every, v)
 

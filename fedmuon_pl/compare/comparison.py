@@ -1,6 +1,5 @@
 """One experiment's comparison, shown and written."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +91,8 @@ class Comparison:
         for note in self.notes:
             console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=True)
 
-    def save(self, folder: Path, *, curves: bool = True) -> list[Path]:
-        """Writes ``table.md``, ``.tex``, ``.csv``, ``runs.csv``, ``pairs.csv`` and the curves."""
+    def save(self, folder: Path, *, figures: bool = True) -> list[Path]:
+        """Writes ``table.md``, ``.tex``, ``.csv``, ``runs.csv``, ``pairs.csv`` and figures."""
         texts = {
             "table.md": f"# {self.experiment}\n\n{self.text('markdown')}",
             "table.tex": self.text("latex"),
@@ -103,23 +102,25 @@ class Comparison:
         }
         for name, text in texts.items():
             write(folder / name, text)
-        return [*(folder / name for name in texts), *(self._curves(folder) if curves else [])]
+        return [*(folder / name for name in texts), *(self._figures(folder) if figures else [])]
 
     def to_tensorboard(self, folder: Path) -> Path:
-        """Writes tables and figures as one more run of ``tensorboard --logdir <experiment>``."""
-        with tempfile.TemporaryDirectory() as place:
-            stem = Path(place)
-            drawn = {"curves": self._curves(stem), "diagnostics": self._diagnostics(stem)}
-            pictures = {f"figures/{name}": paths[0] for name, paths in drawn.items() if paths}
-            return write_pages(folder, pictures, {"comparison": self.text("markdown")})
+        """Writes tables and figures as one more run of ``tensorboard --logdir <experiment>``.
 
-    def _diagnostics(self, folder: Path) -> list[Path]:
-        return draw_diagnostics(self.runs, folder / "diagnostics")
+        Args:
+            folder: That run's folder; figures that :meth:`save` has put there are taken.
+        """
+        pictures = {f"figures/{name}": folder / f"{name}.png" for name in ("curves", "diagnostics")}
+        if not pictures["figures/curves"].is_file():
+            self._figures(folder)
+        there = {tag: path for tag, path in pictures.items() if path.is_file()}
+        return write_pages(folder, there, {"comparison": self.text("markdown")})
 
-    def _curves(self, folder: Path) -> list[Path]:
+    def _figures(self, folder: Path) -> list[Path]:
         tags = (f"{part}/{self.metric}" for part in ("val", "test"))
         if any(tag in run.metrics for tag in tags for run in self.runs):
-            return draw_curves(self.runs, folder / "curves", metric=self.metric)
+            curves = draw_curves(self.runs, folder / "curves", metric=self.metric)
+            return [*curves, *draw_diagnostics(self.runs, folder / "diagnostics")]
         return []
 
 

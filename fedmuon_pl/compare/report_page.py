@@ -48,7 +48,7 @@ def write_report(
     sections = []
     for number, comparison in enumerate(comparisons):
         own = folder / comparison.experiment if len(comparisons) > 1 else folder
-        comparison.save(own, curves=False)
+        comparison.save(own, figures=False)
         _figures(comparison, own / "figures")
         picture = _partition(comparison.runs, own / "figures") if partition else None
         sections.append(_section(number, comparison, picture, own.relative_to(folder)))
