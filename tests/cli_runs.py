@@ -163,7 +163,7 @@ def interrupted(round, blocks=2, act=None):
             if received.count(round) == blocks:
                 if act is None:
                     raise Interruption
-                act(self)
+                act(run)
 
         return call
 
@@ -211,22 +211,26 @@ def run_several(args, stderr, env=(), act=None, round=1):
         sys.exit(main(args))
 
 
-def _kill_rank_1(server):
-    if server.rank == 1:
+def _rank():
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _kill_rank_1(_):
+    if _rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kill_rank_0(server):
-    if server.rank == 0:
+def _kill_rank_0(_):
+    if _rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _fail_rank_1(server):
-    if server.rank == 1:
-        raise NonFiniteUpdate(f"round {server.plan.round}, client 7: the training loss became nan")
+def _fail_rank_1(run):
+    if _rank() == 1:
+        raise NonFiniteUpdate(f"round {run.round}, client 7: the training loss became nan")
 
 
-def _terminate(server):
+def _terminate(_):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
