@@ -55,7 +55,7 @@ class Noise(FederatedDataModule):
 
 WORK = {
     "lenet": {
-        "what": "LeNet on MNIST-5k, 10 clients, K = 10, batch 32",
+        "what": "LeNet on MNIST-5k, K = 10, batch 32",
         "network": LeNet,
         "classes": 10,
         "data": lambda: MNIST5k(100, DirichletByClient(0.1), batch_size=32),
@@ -63,7 +63,7 @@ WORK = {
         "steps": 10,
     },
     "resnet": {
-        "what": "ResNet-18 with GroupNorm on 3 x 32 x 32, 1 client, K = 2, batch 50",
+        "what": "ResNet-18 with GroupNorm on 3 x 32 x 32, K = 2, batch 50",
         "network": ResNet18,
         "classes": 100,
         "data": lambda: Noise(10, IID(), batch_size=50),
@@ -173,15 +173,20 @@ def main():
     parser.add_argument("work", choices=WORK)
     parser.add_argument("--repeat", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--clients", type=int, help="in a round; the work's own if not given")
     parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), choices=CONTESTANTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     work = WORK[options.work]
+    if options.clients:
+        work = {**work, "cohort": options.clients}
     seconds = measure(work, options.only, options.repeat, options.rounds)
     cpu = torch.backends.cpu.get_cpu_capability()
-    print(f"{work['what']}; {cpu}, 1 thread, torch {torch.__version__}\n")
+    print(
+        f"{work['what']}, {work['cohort']} clients a round; {cpu}, 1 thread, torch {torch.__version__}\n"
+    )
     print("| what | median s | least s | over | median | least |\n|---|---:|---:|---|---:|---:|")
     for name, values in seconds.items():
         base = CONTESTANTS[name][-1]

@@ -309,9 +309,14 @@ def _cut_padding_gradient(module: nn.Embedding) -> None:
 
 
 def _stacked(t: Tensor, capacity: int, channels_last: bool = False) -> Tensor:
-    new = torch.empty((capacity, *t.shape), dtype=t.dtype, device=t.device)
+    shape = list(t.shape)
     if channels_last:
-        new = new.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+        shape.append(shape.pop(1))
+    new = torch.empty((capacity, *shape), dtype=t.dtype, device=t.device)
+    if channels_last:
+        # Not by `contiguous`, which leaves the strides of one input channel as they are; torch
+        # chooses the layout by them.
+        new = new.movedim(-1, 2)
     return new.copy_(t.detach())
 
 

@@ -112,6 +112,17 @@ def test_only_plain_convolutions_change():
         assert leaf.data_ptr() in {x.data_ptr() for x in stack.x}
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_strides_say_channels_last_even_for_one_channel(channels):
+    """Torch chooses by the strides alone, where one channel makes both layouts contiguous."""
+    stack = ClientStack(nn.Conv2d(channels, 4, 3), 1, channels_last=True)
+    kernel = stack.leaves[0]
+    assert kernel.stride() == (9 * channels, 1, 3 * channels, channels)
+    out = stack.shell(torch.randn(2, channels, 6, 6))
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert not out.is_contiguous()
+
+
 def test_steps_are_gathered_in_pieces(monkeypatch):
     """Every step's data are its samples, whatever is gathered together."""
     data = ClientLists(make_data(2, samples=20))
