@@ -45,11 +45,12 @@ readme: $(VENV)/.installed ## Regenerate the results of README.md: the quickstar
 tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k on the validation split
 	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned
 
-ablation: $(VENV)/.installed ## FedMuon's three switches, every combination, on two data sets: table and curves
+ablation: $(VENV)/.installed ## FedMuon's three switches in every combination: tables and figure
 	$(BIN)/fedmuon sweep ablation --root $(RUNS)/ablation $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
-	for e in mnist5k fashion5k; do \
-	  $(BIN)/fedmuon compare $(RUNS)/ablation/$$e --markdown docs/ablation.md --section $$e && \
-	  cp $(RUNS)/ablation/$$e/compare/curves.png docs/ablation-$$e.png; done
+	$(BIN)/fedmuon compare $(RUNS)/ablation/mnist5k --markdown docs/ablation.md --section mnist5k
+	$(BIN)/python benchmarks/effects.py $(RUNS)/ablation/mnist5k --section mnist5k-effects
+	$(BIN)/fedmuon report $(RUNS)/ablation/mnist5k -o $(RUNS)/ablation/report
+	cp $(RUNS)/ablation/report/figures/finals.png docs/ablation-mnist5k.png
 
 sensitivity: $(VENV)/.installed ## How FedMuon depends on alpha, beta, rate and Newton-Schulz steps: heat maps
 	$(BIN)/fedmuon sweep sensitivity --root $(RUNS)/sensitivity $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))

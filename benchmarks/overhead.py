@@ -185,7 +185,8 @@ def main():
     seconds = measure(work, options.only, options.repeat, options.rounds)
     cpu = torch.backends.cpu.get_cpu_capability()
     print(
-        f"{work['what']}, {work['cohort']} clients a round; {cpu}, 1 thread, torch {torch.__version__}\n"
+        f"{work['what']}, {work['cohort']} clients a round; {cpu}, 1 thread, "
+        f"torch {torch.__version__}\n"
     )
     print("| what | median s | least s | over | median | least |\n|---|---:|---:|---|---:|---:|")
     for name, values in seconds.items():

@@ -263,11 +263,14 @@ def _legend(figure: "Figure", methods: Sequence[str], columns: int) -> None:
 
     styles = distinct_styles(methods)
     handles = [Line2D([], [], color=styles[name][0], linestyle=styles[name][1]) for name in methods]
+    names = [display_name(name) for name in methods]
+    # A letter of 9 points is about 0.075 inches wide; the line and the gap are worth seven.
+    fit = int(figure.get_figwidth() / 0.075) // (max(map(len, names), default=0) + 7)
     figure.legend(
         handles,
-        [display_name(name) for name in methods],
+        names,
         loc="outside lower center",
-        ncols=min(len(methods), columns),
+        ncols=max(1, min(len(methods), columns, fit)),
         frameon=False,
         handlelength=1.8,
         columnspacing=1.6,
