@@ -1,4 +1,4 @@
-"""Main effects of FedMuon's three switches, from the runs of `make ablation`; into docs/ablation.md.
+"""Main effects of FedMuon's three switches, from the runs of `make ablation`.
 
     python benchmarks/effects.py runs/ablation/mnist5k --section mnist5k-effects
 
