@@ -21,7 +21,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from .compare.runs import flatten, read_yaml
 from .server.callback import run_folder
-from .server.roundlog import FINAL, RoundLog, find
+from .server.roundlog import EVENTS, FINAL, RoundLog, find
 
 __all__ = ["LAYOUT", "TensorBoardPages", "by_cost", "settings_of"]
 
@@ -132,6 +132,8 @@ class TensorBoardPages(Callback):
         for logger in trainer.loggers:
             if not isinstance(logger, TensorBoardLogger):
                 continue
+            for path in Path(logger.log_dir).glob(EVENTS + FINAL):  # a finished run was resumed
+                path.unlink()
             with SummaryWriter(logger.log_dir, filename_suffix=FINAL) as writer:
                 for summary in hparams(settings, finals):  # type: ignore[no-untyped-call]
                     writer.file_writer.add_summary(summary)

@@ -199,6 +199,7 @@ def test_fedavg_equals_a_bare_loop_bit_for_bit(precision, tmp_path):
         rounds=3,
         cohort=4,
         local_steps=5,
+        channels_last=False,  # as the bare loop
         seed=3,
         trainer_kwargs={"precision": precision},
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=Callback)
 
-__all__ = ["DONE", "FINAL", "MetricsFile", "RoundLog", "find", "prune_events"]
+__all__ = ["DONE", "EVENTS", "FINAL", "MetricsFile", "RoundLog", "find", "prune_events"]
 
 EVENTS = "events.out.tfevents.*"
 FINAL = ".final"
