@@ -184,9 +184,8 @@ def main():
         work = {**work, "cohort": options.clients}
     seconds = measure(work, options.only, options.repeat, options.rounds)
     cpu = torch.backends.cpu.get_cpu_capability()
-    print(
-        f"{work['what']}, {work['cohort']} clients a round; {cpu}, 1 thread, torch {torch.__version__}\n"
-    )
+    print(f"{work['what']}, {work['cohort']} clients a round;")
+    print(f"{cpu}, 1 thread, torch {torch.__version__}\n")
     print("| what | median s | least s | over | median | least |\n|---|---:|---:|---|---:|---:|")
     for name, values in seconds.items():
         base = CONTESTANTS[name][-1]
