@@ -11,7 +11,7 @@ from rich.console import Console
 from ..errors import ConfigError
 from . import render
 from .comparison import Comparison, Format, compare_runs
-from .console import CommandParser, guarded, number, parsed, terminal
+from .console import CommandParser, comparison_arguments, guarded, parsed, terminal
 from .runs import Problem, RunData, read_runs
 
 __all__ = ["compare_main", "finished_runs", "replace_section"]
@@ -34,7 +34,7 @@ def _compare_parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, or folders of runs")
+    comparison_arguments(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -43,29 +43,10 @@ def _compare_parser() -> argparse.ArgumentParser:
         "a folder per experiment where there are several)",
     )
     parser.add_argument(
-        "--target",
-        type=number,
-        metavar="X",
-        help="also the rounds, bytes and seconds until the validation metric first reaches X",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="METHOD",
-        help="test the others against this one only (default: all pairs)",
-    )
-    parser.add_argument(
         "--format",
         choices=("terminal", "markdown", "latex", "csv"),
         default="terminal",
         help="how to print it (default: terminal)",
-    )
-    parser.add_argument(
-        "--all-trials",
-        action="store_true",
-        help="compare every grid point (default: each method's best on validation data)",
-    )
-    parser.add_argument(
-        "--metric", default="acc", help="acc for val/acc and test/acc, loss, ... (default: acc)"
     )
     parser.add_argument(
         "--markdown",

@@ -11,7 +11,16 @@ from rich.console import Console
 
 from ..errors import ConfigError
 
-__all__ = ["CommandParser", "guarded", "number", "parsed", "positive", "terminal", "write"]
+__all__ = [
+    "CommandParser",
+    "comparison_arguments",
+    "guarded",
+    "number",
+    "parsed",
+    "positive",
+    "terminal",
+    "write",
+]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -76,3 +85,27 @@ def write(path: Path, text: str) -> None:
     """Writes a text file, and the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+def comparison_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is compared, and how: the same for ``fedmuon compare`` and ``fedmuon report``."""
+    parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, or folders of runs")
+    parser.add_argument(
+        "--target",
+        type=number,
+        metavar="X",
+        help="also the rounds, bytes and seconds until the validation metric first reaches X",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="METHOD",
+        help="test the others against this one only (default: all pairs)",
+    )
+    parser.add_argument(
+        "--all-trials",
+        action="store_true",
+        help="compare every grid point (default: each method's best on validation data)",
+    )
+    parser.add_argument(
+        "--metric", default="acc", help="acc for val/acc and test/acc, loss, ... (default: acc)"
+    )

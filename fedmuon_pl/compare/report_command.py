@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from .compare_command import finished_runs
 from .comparison import compare_runs
-from .console import CommandParser, guarded, number, parsed
+from .console import CommandParser, comparison_arguments, guarded, parsed
 from .report_page import write_report
 
 __all__ = ["report_main"]
@@ -30,27 +30,8 @@ def _report_parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, or folders of runs")
+    comparison_arguments(parser)
     parser.add_argument("-o", "--output", metavar="DIR", required=True, help="where to write it")
-    parser.add_argument(
-        "--target",
-        type=number,
-        metavar="X",
-        help="also the rounds, bytes and seconds until the validation metric first reaches X",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="METHOD",
-        help="test the others against this one only (default: all pairs)",
-    )
-    parser.add_argument(
-        "--all-trials",
-        action="store_true",
-        help="compare every grid point (default: each method's best on validation data)",
-    )
-    parser.add_argument(
-        "--metric", default="acc", help="acc for val/acc and test/acc, loss, ... (default: acc)"
-    )
     parser.add_argument("--title", default="", help="the page's title")
     parser.add_argument(
         "--no-partition",
