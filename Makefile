@@ -6,6 +6,8 @@ EXP ?= mnist5k
 ALG ?= fedmuon
 SEED ?= 0
 RUNS ?= runs
+DATA ?= data
+PLAN ?= quickstart
 # Optional: ROUNDS=5 shortens every run of a target; SEEDS="0 1" chooses the seeds of quickstart.
 SWEEP = --root $(RUNS) $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
 SEEDS ?= 0
@@ -56,6 +58,22 @@ sensitivity: $(VENV)/.installed ## How FedMuon depends on alpha, beta, rate and 
 	$(BIN)/fedmuon sweep sensitivity --root $(RUNS)/sensitivity $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
 	$(BIN)/fedmuon heatmap $(RUNS)/sensitivity/mnist5k -o docs/sensitivity
 
+# make reproduce-cifar100-resnet18 DIR=0.1 SEEDS="0 1" ROUNDS=50 GPUS=2 SMOKE=1 PARITY=1
+reproduce-%: $(VENV)/.installed ## A published table, ours beside theirs: cifar100-resnet18, lmo, mini, ...
+	$(BIN)/fedmuon reproduce $* --root $(RUNS)/reproduce --data $(DATA) \
+	  $(if $(DIR),--case dir$(DIR)) $(if $(filter-out file,$(origin SEEDS)),--seed $(SEEDS)) \
+	  $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(GPUS),--jobs $(GPUS)) \
+	  $(if $(SMOKE),--smoke) $(if $(PARITY),--parity) $(if $(OUT),-o $(OUT))
+
+compare: $(VENV)/.installed ## Tables, paired tests and curves of an experiment: make compare EXP=mnist5k
+	$(BIN)/fedmuon compare $(RUNS)/$(EXP) -o $(RUNS)/$(EXP)/compare
+
+report: $(VENV)/.installed ## The same as one HTML page: make report EXP=mnist5k
+	$(BIN)/fedmuon report $(RUNS)/$(EXP) -o $(RUNS)/$(EXP)/report
+
+sweep: $(VENV)/.installed ## Any plan, resumed if it was interrupted: make sweep PLAN=quickstart
+	$(BIN)/fedmuon sweep $(PLAN) $(SWEEP)
+
 lint: $(VENV)/.installed-dev ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,4 +89,4 @@ format: $(VENV)/.installed-dev ## Reformat and fix what can be fixed
 clean: ## Remove the environment and caches; runs stay
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help install quickstart run tensorboard readme tune ablation sensitivity lint test format clean
+.PHONY: help install quickstart run tensorboard readme tune ablation sensitivity compare report sweep lint test format clean

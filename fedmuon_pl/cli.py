@@ -17,6 +17,7 @@ commands:
   sweep      run a plan of experiments x algorithms x grids x seeds: fedmuon sweep quickstart
   compare    tables, paired tests and curves of finished runs: fedmuon compare runs/mnist5k
   report     the same as one HTML page with all figures: fedmuon report runs/mnist5k -o report
+  reproduce  a published table, ours beside theirs: fedmuon reproduce cifar100-resnet18 --smoke
   heatmap    map of a sweep over two settings: fedmuon heatmap runs/sensitivity -o map
 
 `fedmuon COMMAND --help` says more. A configuration (-c) is a file, or a short name that is looked
@@ -59,6 +60,8 @@ def main(args: list[str] | None = None) -> int:
         from .compare.heatmap import heatmap_main as run
     elif command == "sweep":
         from .compare.sweep_command import sweep_main as run
+    elif command == "reproduce":
+        from .compare.reproduce_command import reproduce_main as run
     elif command == "compare":
         from .compare.compare_command import compare_main as run
     elif command == "report":

@@ -12,7 +12,7 @@ from rich.text import Text
 from .execute import Event
 from .plan import Run
 
-__all__ = ["SweepView"]
+__all__ = ["SweepView", "duration"]
 
 _MARKS = {
     "started": ("▸", "cyan"),
@@ -90,7 +90,7 @@ class SweepView:
         mark, style = _MARKS[event.kind]
         line = Text.assemble((mark, style), " ", *self._words(event))
         if event.kind in ("done", "stopped"):
-            line.append(f"  {_duration(time.monotonic() - self._since[name])}")
+            line.append(f"  {duration(time.monotonic() - self._since[name])}")
         if event.kind == "skipped":
             line.append("  already finished", "dim")
         if event.reason:
@@ -116,7 +116,7 @@ class SweepView:
                 ProgressBar(event.run.rounds or 1, event.rounds, width=20),
                 f"round {event.rounds}/{event.run.rounds or '?'}",
                 value,
-                Text(_duration(now - self._since[name]), "dim"),
+                Text(duration(now - self._since[name]), "dim"),
             )
         left = self._left(now)
         words = f"{self._ended} of {self._total} runs ended"
@@ -129,10 +129,11 @@ class SweepView:
             return ""
         unknown = max(0, self._total - len(self._planned)) * max(self._planned.values())
         rounds = sum(self._rounds.values()) + unknown
-        return f", about {_duration(rounds * (now - self._begin) / self._trained)} left"
+        return f", about {duration(rounds * (now - self._begin) / self._trained)} left"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Such as ``1 h 05 min``, ``3 min 20 s`` or ``12 s``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

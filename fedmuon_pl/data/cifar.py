@@ -21,6 +21,7 @@ class CIFAR10(ImageDataModule):
     Args:
         root: Folder that holds ``cifar-10-batches-py/`` (unpack ``cifar-10-python.tar.gz`` there).
         download: Let torchvision fetch it into ``root``.
+        verify: Whether the files must be the known ones; false for others of the same format.
         **kwargs: Those of :class:`ImageDataModule`.
 
     Raises:
@@ -32,17 +33,29 @@ class CIFAR10(ImageDataModule):
     _classes = 10
     _put = "unpack cifar-10-python.tar.gz, so that there is {root}/cifar-10-batches-py"
 
-    def __init__(self, root: str = "data", download: bool = False, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = False,
+        verify: bool = True,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
         super().__init__(**kwargs)
         self.root = root
         self.download = download
+        self.verify = verify
 
     def read(self) -> tuple[Arrays, Arrays]:
         """See the class."""
 
         def part(train: bool) -> Arrays:
             data = through_torchvision(
-                type(self).__name__, self._put, self.root, self.download, train=train
+                type(self).__name__,
+                self._put,
+                self.root,
+                self.download,
+                self.verify,
+                train=train,
             )
             images = np.ascontiguousarray(data.data.transpose(0, 3, 1, 2))
             return Arrays(images, np.array(data.targets, np.int64), self._classes)
@@ -58,6 +71,7 @@ class CIFAR100(CIFAR10):
     Args:
         root: Folder that holds ``cifar-100-python/`` (unpack ``cifar-100-python.tar.gz`` there).
         download: Let torchvision fetch it into ``root``.
+        verify: Whether the files must be the known ones; false for others of the same format.
         **kwargs: Those of :class:`ImageDataModule`.
 
     Raises:

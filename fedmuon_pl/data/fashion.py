@@ -25,13 +25,13 @@ _KNOWN: dict[str, str] = {
 
 
 def read_fashion_mnist(
-    root: str | Path, known: Mapping[str, str] = _KNOWN, debian: Path = DEBIAN
+    root: str | Path, known: Mapping[str, str | None] = _KNOWN, debian: Path = DEBIAN
 ) -> tuple[Arrays, Arrays]:
     """The official training and test images.
 
     Args:
         root: Holds ``FashionMNIST/raw/`` as torchvision writes it, or the four files themselves.
-        known: SHA-256 of each file's decompressed content.
+        known: SHA-256 of each file's decompressed content; None for any.
         debian: Where Debian's package puts the files; looked at last.
 
     Returns:
@@ -67,6 +67,7 @@ class FashionMNIST(ImageDataModule):
             files themselves, each plain or ``.gz``. Debian's package ``dataset-fashion-mnist`` is
             found by itself.
         download: Let torchvision fetch the files into ``root`` if they are nowhere.
+        verify: Whether the files must be the known ones; false for others of the same format.
         **kwargs: Those of :class:`ImageDataModule`.
 
     Raises:
@@ -76,17 +77,24 @@ class FashionMNIST(ImageDataModule):
     mean = (0.2860,)  # of the official training images: 0.28604 and 0.35302
     std = (0.3530,)
 
-    def __init__(self, root: str = "data", download: bool = False, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = False,
+        verify: bool = True,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
         super().__init__(**kwargs)
         self.root = root
         self.download = download
+        self._known = _KNOWN if verify else dict.fromkeys(_KNOWN)
 
     def read(self) -> tuple[Arrays, Arrays]:
         """See the class."""
         try:
-            return read_fashion_mnist(self.root)
+            return read_fashion_mnist(self.root, self._known)
         except ConfigError:
             if not self.download:
                 raise
             through_torchvision("FashionMNIST", "", self.root, True)
-            return read_fashion_mnist(self.root)
+            return read_fashion_mnist(self.root, self._known)

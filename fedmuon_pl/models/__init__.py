@@ -1,5 +1,5 @@
 """Networks that need no download; any ``torch.nn.Module`` can be named in their place."""
 
-from .vision import MLP, LeNet, ResNet18
+from .vision import MLP, LeNet, ResNet8, ResNet18
 
-__all__ = ["MLP", "LeNet", "ResNet18"]
+__all__ = ["MLP", "LeNet", "ResNet8", "ResNet18"]

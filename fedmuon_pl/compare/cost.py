@@ -1,0 +1,112 @@
+"""How long a plan's runs will take and how much disk, from one measured step."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .plan import Run
+from .reproduction import build
+from .runs import progress
+
+__all__ = ["Cost", "estimate"]
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An estimate.
+
+    Attributes:
+        seconds: Of all runs one after the other.
+        bytes: On disk.
+        step: Seconds of one local step without orthogonalisation.
+        orthogonalise: Seconds that orthogonalising all matrices adds to it.
+        device: What it was measured on.
+    """
+
+    seconds: float
+    bytes: int
+    step: float
+    orthogonalise: float
+    device: str
+
+
+def estimate(
+    runs: Sequence[Run], input_shape: Sequence[int], test_samples: int, threads: int
+) -> Cost:
+    """Measures a step of the first run's network and multiplies.
+
+    Counted are the local steps, the orthogonalisation of those that do it, and the evaluations;
+    not the start of each run (seconds), nor passes over a client's whole data (Mime). Disk: two
+    checkpoints a run, and the state of every client for the methods that keep one.
+
+    Args:
+        runs: Of one network and one batch size; rounds that are finished are not counted.
+        input_shape: Of one input.
+        test_samples: In the test set.
+        threads: Of each run on a CPU.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from ..optim.orthogonalize import as_matrix, newton_schulz
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        settings = runs[0].settings
+        network = build("network", settings).to(device)
+        parameters = [p for p in network.parameters() if p.requires_grad]
+        batch = int(settings["data.init_args.batch_size"])
+        x = torch.randn(batch, *input_shape, device=device)
+        y = torch.zeros(batch, dtype=torch.long, device=device)
+
+        def step() -> None:
+            gradients = torch.autograd.grad(F.cross_entropy(network(x), y), parameters)
+            with torch.no_grad():
+                torch._foreach_add_(parameters, gradients, alpha=-1e-6)
+
+        def orthogonalise() -> None:
+            for p in parameters:
+                if p.ndim > 1:
+                    newton_schulz(as_matrix(p.detach()))
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                network(x)
+
+        one, more, forward = (_seconds(work, device) for work in (step, orthogonalise, evaluate))
+    finally:
+        torch.set_num_threads(before)
+    weights = sum(p.numel() for p in network.parameters())
+    seconds, size = 0.0, 0
+    for run in runs:
+        rounds = max(0, (run.rounds or 0) - progress(run.folder)[0])
+        cohort = int(run.settings["server.clients_per_round"])
+        local = cohort * int(run.settings["model.local_steps"])
+        method = str(run.settings.get("model.algorithm.init_args.orthogonalizer", "none"))
+        a_step = one + (more if method != "none" else 0.0)
+        every = int(run.settings.get("trainer.check_val_every_n_epoch", 1))
+        seconds += rounds * (local * a_step + test_samples / batch * forward / every)
+        size += 2 * 3 * 4 * weights
+        algorithm = build("algorithm", run.settings)
+        kept = sum(len(mechanism.client_state) for mechanism in algorithm.mechanisms)
+        size += kept * int(run.settings["data.init_args.clients"]) * 4 * weights
+    return Cost(seconds, size, one, more, str(device))
+
+
+def _seconds(work: Callable[[], None], device: "object") -> float:
+    """The median of some repetitions, after one that does not count."""
+    import torch
+
+    taken = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        work()
+        if str(device) != "cpu":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])

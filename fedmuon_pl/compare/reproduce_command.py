@@ -1,0 +1,243 @@
+"""The command ``fedmuon reproduce``: a published table, from data to figure.
+
+It returns an exit code: 0, 1 if a run failed, 2 (with one sentence on stderr) for a bad request,
+130 if stopped by the user.
+"""
+
+import argparse
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+from ..environment import FILE
+from ..errors import ConfigError
+from . import render
+from .comparison import compare_runs
+from .console import CommandParser, guarded, parsed, positive, terminal, write
+from .cost import estimate
+from .execute import Outcome, execute
+from .plan import Plan
+from .reproduction import Case, Reproduction, beside, load_reproduction
+from .runs import RunData, read_runs
+from .sweep_view import SweepView, duration
+
+__all__ = ["reproduce_main"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="fedmuon reproduce",
+        description=textwrap.fill(
+            "Runs the methods of a published table on its data and network, and puts ours beside "
+            "the published numbers. Finished runs are skipped and half-done ones resumed, so that "
+            "the same command goes on after an interruption."
+        ),
+        epilog=(
+            "examples:\n"
+            "  fedmuon reproduce cifar100-resnet18 --smoke\n"
+            "  fedmuon reproduce cifar100-resnet18 --case dir0.1 --seed 0\n"
+            "  fedmuon reproduce lmo -o results\n"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="a name in configs/reproduce, or a YAML file")
+    parser.add_argument("--case", nargs="+", metavar="C", help="only these columns of the table")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="only these methods")
+    parser.add_argument("--seed", nargs="+", type=int, metavar="S", help="default: 0 1 2")
+    parser.add_argument("--rounds", type=positive, metavar="R", help="fewer rounds in every run")
+    parser.add_argument("--root", metavar="DIR", help="for the runs (default: runs/reproduce)")
+    parser.add_argument("--data", metavar="DIR", help="where the data are (default: data)")
+    parser.add_argument(
+        "--jobs", type=positive, metavar="N", help="runs at a time (default: cores, or GPUs)"
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="the whole path at toy size, on generated files of the right format",
+    )
+    parser.add_argument(
+        "--parity",
+        action="store_true",
+        help="with what the published numbers' own code does otherwise, such as cropped test "
+        "images",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", help="for table and curves (default: beside the runs)"
+    )
+    return parser
+
+
+def reproduce_main(args: list[str]) -> int:
+    """``fedmuon reproduce NAME [--smoke]``."""
+    options = parsed(_parser(), args)
+    if isinstance(options, int):
+        return options
+    return guarded("reproduce", lambda: _reproduce(options))
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    reproduction = load_reproduction(options.name)
+    console = terminal()
+    if options.parity and not reproduction.parity:
+        raise ConfigError(f"reproduction {reproduction.name} has no parity settings")
+    cases = _cases(reproduction, options.case)
+    folder = Path(options.root or "runs/reproduce") / (
+        f"{reproduction.name}{'-smoke' if options.smoke else ''}"
+        f"{'-parity' if options.parity else ''}"
+    )
+    compared = reproduction.check()
+    console.print(
+        f"{reproduction.title}: {reproduction.parameters:,} weights and {compared} settings of "
+        f"the full runs are as published.",
+        soft_wrap=True,
+    )
+    plans = {case: _plan(reproduction, case, options, folder) for case in cases}
+    runs = [run for case, plan in plans.items() for run in plan.runs(folder / case.name)]
+    jobs = options.jobs or next(iter(plans.values())).jobs
+    test_samples = 200 if options.smoke else reproduction.test_samples
+    cost = estimate(runs, reproduction.input_shape, test_samples, reproduction.plan.threads)
+    console.print(
+        f"{len(runs)} runs: about {duration(cost.seconds)} of one {cost.device} in all, from a "
+        f"measured step ({1000 * cost.step:.3g} ms, and {1000 * cost.orthogonalise:.3g} ms where "
+        f"it orthogonalises), and at most {cost.bytes / 1e9:.1f} GB of disk in {folder}.",
+        soft_wrap=True,
+    )
+    outcomes: list[Outcome] = []
+    tables, notes = [], []
+    output = Path(options.output) if options.output else folder / "results"
+    for case, plan in plans.items():
+        with SweepView(console, plan.runs(folder / case.name), plan.choose.metric) as view:
+            done = execute(plan, folder / case.name, jobs, view)
+        outcomes += done
+        if any(outcome.status in ("stopped", "waiting") for outcome in done):
+            console.print("Stopped; the same command goes on.")
+            return 130
+        data, problems = read_runs(o.run.folder for o in done if o.status in ("done", "skipped"))
+        for problem in problems:
+            console.print(f"left out {problem}", soft_wrap=True)
+        if not data:
+            continue
+        grid = beside(reproduction, case, data)
+        tables.append(grid)
+        console.print()
+        console.print(render.to_rich(grid))
+        notes.append(_curves(reproduction, case, data, output))
+    if tables:
+        _write(reproduction, tables, notes, outcomes, output, options)
+        console.print(f"Tables and curves: {output}", soft_wrap=True)
+    failed = [outcome for outcome in outcomes if outcome.status == "failed"]
+    for outcome in failed:
+        console.print(f"failed: {outcome.run.name}: {outcome.reason}", soft_wrap=True)
+        console.print(f"    log: {outcome.run.log}", soft_wrap=True)
+    return 1 if failed else 0
+
+
+def _cases(reproduction: Reproduction, names: Sequence[str] | None) -> list[Case]:
+    known = {case.name: case for case in reproduction.cases}
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(
+                f"reproduction {reproduction.name} has no case {name}; it has {', '.join(known)}"
+            )
+    return [known[name] for name in names] if names else list(reproduction.cases)
+
+
+def _plan(
+    reproduction: Reproduction, case: Case, options: argparse.Namespace, folder: Path
+) -> Plan:
+    """The case's plan as the command line wants it."""
+    settings: dict[str, Any] = dict(reproduction.parity) if options.parity else {}
+    seeds = list(dict.fromkeys(options.seed)) if options.seed else reproduction.plan.seeds
+    if options.data:
+        settings["data.init_args.root"] = options.data
+    if options.smoke:
+        seeds = seeds[:1]
+        settings |= reproduction.smoke | _generated(reproduction, case, folder)
+    if options.rounds:
+        settings["trainer.max_epochs"] = options.rounds
+    entries = reproduction.plan.entries
+    if options.only:
+        labels = [entry.label for entry in entries]
+        for name in options.only:
+            if name not in labels:
+                raise ConfigError(
+                    f"reproduction {reproduction.name} has no method {name}; it has "
+                    f"{', '.join(labels)}"
+                )
+        entries = [entry for entry in entries if entry.label in options.only]
+    return reproduction.case_plan(case, set=settings, seeds=seeds, entries=entries)
+
+
+def _generated(reproduction: Reproduction, case: Case, folder: Path) -> Mapping[str, Any]:
+    """Writes small files for the data module of a case, and says where they are."""
+    from ..data.generate import generate
+
+    kind = str(reproduction.case_plan(case).runs()[0].settings["data.class_path"])
+    root = folder / "data"
+    generate(kind.rpartition(".")[2], root)
+    return {"data.init_args.root": str(root)}
+
+
+def _curves(reproduction: Reproduction, case: Case, data: Sequence[RunData], output: Path) -> str:
+    """Writes tables and curves of a case, and returns what is significant, in words."""
+    (comparison,) = compare_runs(data)
+    own = output / f"{reproduction.name}-{case.name}"
+    comparison.save(own)
+    curves = own / "curves.png"
+    if curves.is_file():
+        shutil.copyfile(curves, output / f"{own.name}.png")
+    return " ".join([*comparison.statements, *comparison.notes])
+
+
+def _write(
+    reproduction: Reproduction,
+    tables: Sequence[render.Grid],
+    notes: Sequence[str],
+    outcomes: Sequence[Outcome],
+    output: Path,
+    options: argparse.Namespace,
+) -> None:
+    """The page ``NAME.md`` and the tables ``NAME.tex``."""
+    parts = [f"# {reproduction.title}\n"]
+    if options.smoke:
+        parts.append("**A smoke test on generated files: these numbers say nothing.**\n")
+    for grid, note in zip(tables, notes, strict=True):
+        case = grid.title.rpartition(", ")[2]
+        parts += [f"## {case}\n", render.to_markdown([grid]), f"{note}\n" if note else ""]
+        parts.append(f"![Curves]({reproduction.name}-{case}.png)\n")
+    finished = [o.run.folder for o in outcomes if o.status in ("done", "skipped")]
+    parts.append(_record(finished, options))
+    write(output / f"{reproduction.name}.md", "\n".join(part for part in parts if part))
+    write(output / f"{reproduction.name}.tex", render.to_latex(tables))
+
+
+def _record(folders: Sequence[Path], options: argparse.Namespace) -> str:
+    """By which command, commit and machine."""
+    words = [f"fedmuon reproduce {options.name}"]
+    for flag in ("case", "only", "seed"):
+        if getattr(options, flag):
+            words.append(f"--{flag} {' '.join(map(str, getattr(options, flag)))}")
+    words += [f"--rounds {options.rounds}"] if options.rounds else []
+    words += [f"--{flag}" for flag in ("smoke", "parity") if getattr(options, flag)]
+    starts = [
+        start
+        for folder in folders
+        if (folder / FILE).is_file()
+        for start in json.loads((folder / FILE).read_text(encoding="utf-8"))
+    ]
+    commits = dict.fromkeys(str(start.get("commit") or "unknown") for start in starts)
+    machines = dict.fromkeys(
+        f"{start['processor']}, {start['cores']} cores"
+        + "".join(f", {name}" for name in start["cuda"])
+        + f", torch {start['packages']['torch']}"
+        for start in starts
+    )
+    return (
+        f"Made by `{' '.join(words)}` at commit {', '.join(commits)} on {'; '.join(machines)}.\n"
+    )
+
+
