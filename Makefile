@@ -40,19 +40,21 @@ tensorboard: $(VENV)/.installed ## Curves of all methods of an experiment: make 
 	$(BIN)/tensorboard --logdir $(RUNS)/$(EXP)
 
 readme: $(VENV)/.installed ## Regenerate the results of README.md: the quickstart over three seeds
-	$(BIN)/fedmuon sweep quickstart --root $(RUNS)/readme
+	$(BIN)/fedmuon sweep quickstart_rates --root $(RUNS)/readme
 	$(BIN)/fedmuon compare $(RUNS)/readme/mnist5k --markdown README.md --section quickstart
 	cp $(RUNS)/readme/mnist5k/compare/curves.png docs/quickstart.png
 
 tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k on the validation split
 	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned
 
-ablation: $(VENV)/.installed ## FedMuon's three switches in every combination: tables and figure
+ablation: $(VENV)/.installed ## FedMuon's three switches in every combination: tables and figures
 	$(BIN)/fedmuon sweep ablation --root $(RUNS)/ablation $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
-	$(BIN)/fedmuon compare $(RUNS)/ablation/mnist5k --markdown docs/ablation.md --section mnist5k
-	$(BIN)/python benchmarks/effects.py $(RUNS)/ablation/mnist5k --section mnist5k-effects
-	$(BIN)/fedmuon report $(RUNS)/ablation/mnist5k -o $(RUNS)/ablation/report
-	cp $(RUNS)/ablation/report/figures/finals.png docs/ablation-mnist5k.png
+	for e in mnist5k fashion5k; do \
+	  $(BIN)/fedmuon compare $(RUNS)/ablation/$$e --markdown docs/ablation.md --section $$e && \
+	  $(BIN)/python benchmarks/effects.py $(RUNS)/ablation/$$e --section $$e-effects && \
+	  $(BIN)/fedmuon report $(RUNS)/ablation/$$e -o $(RUNS)/ablation/report-$$e && \
+	  cp $(RUNS)/ablation/report-$$e/figures/finals.png docs/ablation-$$e.png || exit 1; \
+	done
 
 sensitivity: $(VENV)/.installed ## How FedMuon depends on alpha, beta, rate and Newton-Schulz steps: heat maps
 	$(BIN)/fedmuon sweep sensitivity --root $(RUNS)/sensitivity $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
