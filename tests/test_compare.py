@@ -82,6 +82,7 @@ if resume:
 table.write_text("\\n".join(lines) + "\\n")
 last.parent.mkdir(exist_ok=True)
 print("threads", os.environ["OMP_NUM_THREADS"], "from", start, flush=True)
+print("gpu", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 for r in range(start, rounds):
     time.sleep(float(flags.get("pace", 0)))
     acc = 1 - abs(lr - 0.1) - 0.5 ** (r + 1)
@@ -361,6 +362,11 @@ def test_the_shipped_plans_are_valid(name: str) -> None:
         assert shipped.root != "runs"
 
 
+@pytest.mark.parametrize("path", sorted((PROJECT / "configs" / "plan").glob("*.yaml")))
+def test_every_shipped_plan_finds_what_it_runs(path: Path) -> None:
+    assert load_plan(path).runs()
+
+
 # -- execution --------------------------------------------------------------------------------
 
 
@@ -548,6 +554,31 @@ def test_at_most_jobs_run_at_a_time(here: Path) -> None:
 
     execute(toy, "runs", 2, watch, poll=0.02)
     assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "settings", "wanted"),
+    [
+        ("0,2", {}, {"gpu 0", "gpu 2"}),  # a run has a GPU to itself
+        ("3", {}, {"gpu 3"}),
+        ("0,2", {"trainer.devices": 2}, {"gpu 0,2"}),  # the run itself spreads
+        ("0,2", {"trainer.accelerator": "cpu"}, {"gpu 0,2"}),
+        ("", {}, {"gpu"}),
+    ],
+)
+def test_runs_side_by_side_have_a_gpu_each(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    settings: dict[str, object],
+    wanted: set[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    toy = make_plan(seeds=[0, 1, 2, 3], set={"pace": 0.02, **settings})
+    execute(toy, "runs", 2, poll=0.02)
+    logs = [run.log.read_text() for run in toy.runs("runs")]
+    lines = {line.strip() for log in logs for line in log.splitlines() if line.startswith("gpu")}
+    assert lines == wanted
 
 
 def test_an_error_of_the_viewer_leaves_no_child(here: Path) -> None:

@@ -134,6 +134,15 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def gpus() -> list[str]:
+    """The NVIDIA GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    there = Path("/proc/driver/nvidia/gpus")  # importing torch to ask it would take seconds
+    return [str(i) for i in range(len(list(there.iterdir())))] if there.is_dir() else []
+
+
 # Our own sentence may follow a progress bar that was not closed.
 _ERROR = re.compile(r"fedmuon( \w+)?: .*|^([\w.-]+: )*error: .*|^[\w.]*Error: .*")
 
@@ -167,8 +176,11 @@ def _stop_signals() -> Iterator[_Stop]:
 class _Child:
     """A run in progress: a process with a session of its own, its output going to the run's log."""
 
-    def __init__(self, run: Run, resume: bool, log: IO[bytes], threads: int) -> None:
+    def __init__(
+        self, run: Run, resume: bool, log: IO[bytes], threads: int, gpu: str | None
+    ) -> None:
         self.run = run
+        self.gpu = gpu
         command = [*run.command, *(["--ckpt_path=last"] if resume else [])]
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         log.write(f"\n# {stamp}\n$ {shlex.join(command)}\n".encode())
@@ -184,6 +196,7 @@ class _Child:
             env={
                 **os.environ,
                 **dict.fromkeys(_THREADS, str(threads)),
+                **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
                 "PYTHONUNBUFFERED": "1",  # or the log would end with old lines, not with the error
             },
             start_new_session=True,  # the terminal's Ctrl-C goes to us only, and we end it well
@@ -251,7 +264,7 @@ def _open_log(run: Run) -> IO[bytes] | None:
     return log
 
 
-def _start(run: Run, threads: int) -> _Child | Outcome:
+def _start(run: Run, threads: int, gpu: str | None) -> _Child | Outcome:
     """Starts a run, or says why there is nothing to start."""
     try:
         log = _open_log(run)
@@ -265,9 +278,18 @@ def _start(run: Run, threads: int) -> _Child | Outcome:
                 return Outcome(run, "failed", reason)
             if state == "remains":
                 shutil.rmtree(run.folder)
-            return _Child(run, state == "resume", log, threads)
+            return _Child(run, state == "resume", log, threads, gpu)
     except OSError as error:
         return Outcome(run, "failed", str(error))
+
+
+def _several_devices(runs: Collection[Run]) -> bool:
+    """Whether a run spreads over GPUs by itself, or wants none."""
+    return any(
+        run.settings.get("trainer.devices", 1) != 1
+        or run.settings.get("trainer.accelerator", "auto") not in ("auto", "gpu", "cuda")
+        for run in runs
+    )
 
 
 def execute(
@@ -288,7 +310,8 @@ def execute(
     Args:
         plan: The plan.
         root: The folder for all runs; the plan's own by default.
-        jobs: How many at a time; by default the plan's, for ``auto`` the cores over the threads.
+        jobs: How many at a time; by default the plan's, for ``auto`` the GPUs, or else the cores
+            over the threads. Each run has one GPU to itself, or shares it where there are fewer.
         on_event: Called with each :class:`Event`, in this process.
         only: Names of the runs to do (:attr:`~fedmuon_pl.compare.plan.Run.name`); None for all.
         grace: Seconds that a run has to end by itself (at its round's end) when stopped.
@@ -306,7 +329,8 @@ def execute(
         if missing:
             raise PlanError(f"plan {plan.name} has no run {missing[0]}")
         runs = [run for run in runs if run.name in only]
-    width = jobs or plan.jobs or max(1, cores() // plan.threads)
+    devices = [] if _several_devices(runs) else gpus()
+    width = jobs or plan.jobs or len(devices) or max(1, cores() // plan.threads)
     tag = plan.choose.metric
     waiting = deque(runs)
     active: list[_Child] = []
@@ -323,7 +347,8 @@ def execute(
         try:
             while active or (waiting and not stop.count):
                 while waiting and not stop.count and len(active) < width:
-                    started = _start(waiting.popleft(), plan.threads)
+                    gpu = min(devices, key=[c.gpu for c in active].count, default=None)
+                    started = _start(waiting.popleft(), plan.threads, gpu)
                     if isinstance(started, Outcome):
                         end(started)
                     else:

@@ -220,7 +220,7 @@ def build(what: str, settings: Mapping[str, Any], device: str = "cpu") -> Any:  
     parser.add_argument("--what", type=kind)
     config = parser.parse_object({"what": nested})
     with torch.device(device):
-        return parser.instantiate_classes(config).what
+        return parser.instantiate(config).what
 
 
 def beside(reproduction: Reproduction, case: Case, runs: Sequence[RunData]) -> Grid:

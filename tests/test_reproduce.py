@@ -1,0 +1,223 @@
+"""Reproductions: what they check, how long they say they take, and the table at their end."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fedmuon_pl import CIFAR100, IID, FashionMNIST, TinyImageNet
+from fedmuon_pl.cli import main
+from fedmuon_pl.compare.cost import estimate
+from fedmuon_pl.compare.reproduction import build, load_reproduction
+from fedmuon_pl.data.generate import GENERATORS, generate
+from fedmuon_pl.errors import ConfigError
+
+PROJECT = Path(__file__).resolve().parent.parent
+SHIPPED = sorted(path.stem for path in (PROJECT / "configs" / "reproduce").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Never the user's own."""
+    monkeypatch.setenv("FEDMUON_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_full_target_is_as_published(name):
+    """Parameter count and settings; and everything that a run needs can be built."""
+    reproduction = load_reproduction(name)
+    assert reproduction.check() > 0
+    for case in reproduction.cases:
+        runs = reproduction.case_plan(case).runs()
+        assert len(runs) == len(reproduction.plan.entries) * 3
+        for run in runs:
+            build("algorithm", run.settings)
+        # The smallest pieces of the paper that are missing nowhere.
+        assert all(run.settings["seed_everything"] == 0 for run in runs)  # overridden by the flag
+        assert {run.seed for run in runs} == {0, 1, 2}
+        x = torch.zeros(2, *reproduction.input_shape, device="meta")
+        network = build("network", runs[0].settings, "meta")
+        classes = runs[0].settings["model.task.init_args.num_classes"]
+        assert network(x).shape == (2, classes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("network", {"parameters": 5, "input": [1, 28, 28], "test_samples": 9}, "has 61,706 weig"),
+        ("expected", {"model.local_steps": 6}, "has model.local_steps=5, and .* has 6"),
+        ("cases", {"a": {"published": {}}}, "case a: experiment is missing"),
+        (
+            "cases",
+            {"a": {"experiment": "fashion_lmo", "published": {"fedprox": 3}}},
+            "has a number for fedprox, which the plan does not run",
+        ),
+        (
+            "cases",
+            {"a": {"experiment": "fashion_lmo", "published": {"fedmuon": "90"}}},
+            r"fedmuon should be \[mean, spread\] in percent, not 90",
+        ),
+        ("cases", {}, "cases should not be empty"),
+        ("sauce", "", "unknown key 'sauce'; allowed are title, source"),
+        ("source", None, "source is missing"),
+    ],
+)
+def test_what_a_reproduction_must_not_say(tmp_path, key, value, sentence):
+    content = yaml.safe_load((PROJECT / "configs" / "reproduce" / "lmo.yaml").read_text())
+    content[key] = value
+    if value is None:
+        del content[key]
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=sentence):
+        load_reproduction(path).check()
+
+
+def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["reproduce", "lmo", "--smoke", "--root", "r", "-o", "out"]
+    assert main([*words, "--only", "fedavg_momentum", "fedmuon", "--jobs", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"61,706 weights and \d+ settings of the full runs are as published", shown)
+    assert re.search(r"4 runs: about .* and at most 0\.\d GB of disk in r/lmo-smoke", shown)
+    page = (tmp_path / "out" / "lmo.md").read_text()
+    assert "these numbers say nothing" in page
+    row = re.search(r"\| fedavg_momentum +\| +1 \| +(\S+) \| 86.00 ± 1.00 \| +(\S+) \|", page)
+    assert row, page
+    assert float(row[2]) == pytest.approx(float(row[1]) - 86.0)
+    # A published number that was not run again still stands there; a method without either not.
+    assert re.search(r"\| FedMuon-LMO +\| +0 \| +- \| 89.50 ± 0.50 \| +- \|", page)
+    assert re.search(r"\| FedMuon +\| +1 \| +\d+\.\d+ \| +- \| +- \|", page)
+    assert "Made by `fedmuon reproduce lmo --only fedavg_momentum fedmuon --smoke` at" in page
+    assert r"\toprule" in (tmp_path / "out" / "lmo.tex").read_text()
+    for case in ("dir0.1", "dir10"):
+        assert (tmp_path / "out" / f"lmo-{case}.png").is_file()
+        assert f"lmo-{case}.png" in page
+    # Once more: everything is finished, nothing runs, the same page.
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "r").rglob("metrics.csv"))
+    assert len(before) == 4
+    assert main([*words, "--only", "fedavg_momentum", "fedmuon"]) == 0
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "r").rglob("metrics.csv"))
+    assert (tmp_path / "out" / "lmo.md").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nothing"], "there is no reproduction 'nothing': .* there are reproduce/cifar100"),
+        (["lmo", "--case", "dir3"], "has no case dir3; it has dir0.1, dir10"),
+        (["lmo", "--only", "sgd"], "has no method sgd; it has fedavg_momentum, "),
+        (["lmo", "--parity"], "reproduction lmo has no parity settings"),
+        (["lmo", "--rounds", "0"], "--rounds: should be a number from 1, not '0'"),
+    ],
+)
+def test_a_bad_command_gets_one_sentence(capsys, tmp_path, monkeypatch, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", *words]) == 2
+    said = capsys.readouterr().err
+    assert re.search(sentence, said), said
+    assert said.count("\n") == 1
+
+
+def test_the_estimate_counts_what_is_left(tmp_path):
+    reproduction = load_reproduction("lmo")
+    case = reproduction.cases[0]
+
+    def cost(**changes):
+        plan = reproduction.case_plan(case, **changes)
+        return estimate(plan.runs(tmp_path), reproduction.input_shape, 0, 1)
+
+    entries = {entry.label: entry for entry in reproduction.plan.entries}
+    one = cost(seeds=[0], entries=[entries["fedavg_momentum"]])
+    # 1,000 rounds, 8 clients, 5 steps each.
+    assert one.seconds == pytest.approx(40_000 * one.step)
+    muon = cost(seeds=[0, 1], entries=[entries["local_muon"]])
+    assert muon.seconds == pytest.approx(80_000 * (muon.step + muon.orthogonalise))
+    # Two checkpoints a run; SCAFFOLD keeps one variate for each of 16 clients.
+    scaffold = cost(seeds=[0], entries=[entries["scaffold"]])
+    assert scaffold.bytes - one.bytes == 16 * 4 * 61706
+    run = reproduction.case_plan(case, seeds=[0], entries=[entries["scaffold"]]).runs(tmp_path)[0]
+    run.folder.mkdir(parents=True)
+    rows = "".join(f"{r},0.5\n" for r in range(750))
+    (run.folder / "metrics.csv").write_text("round,val/acc\n" + rows)
+    left = cost(seeds=[0], entries=[entries["scaffold"]])
+    assert left.seconds == pytest.approx(10_000 * left.step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "classes"),
+    [
+        (CIFAR100, (3, 32, 32), 100),
+        (TinyImageNet, (3, 64, 64), 200),
+        (FashionMNIST, (1, 28, 28), 10),
+    ],
+)
+def test_generated_files_are_read_by_the_real_loader(tmp_path, kind, shape, classes):
+    assert set(GENERATORS) == {"CIFAR100", "TinyImageNet", "FashionMNIST"}
+    generate(kind.__name__, tmp_path)
+    verify = {} if kind is TinyImageNet else {"verify": False}
+    data = kind(clients=2, partition=IID(), root=str(tmp_path), **verify)
+    train, test = data.read()
+    assert train.inputs.shape[1:] == test.inputs.shape[1:] == shape
+    assert set(train.labels.tolist()) == set(test.labels.tolist()) == set(range(classes))
+    assert train.num_classes == classes
+    if verify:  # they are not the known files, and are taken for them only when told to
+        with pytest.raises(ConfigError):
+            kind(clients=2, partition=IID(), root=str(tmp_path)).read()
+    stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    generate(kind.__name__, tmp_path)
+    assert stamps == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_test_images_are_cropped_only_on_demand(tmp_path):
+    generate("FashionMNIST", tmp_path)
+
+    def test_set(**kwargs):
+        data = FashionMNIST(
+            clients=2, partition=IID(), root=str(tmp_path), verify=False, val_size=10, **kwargs
+        )
+        data.setup()
+        return data.splits, data.describe()
+
+    plain, _ = test_set()
+    cropped, said = test_set(test_crop=4)
+    again, _ = test_set(test_crop=4)
+    assert said["test_crop"] == 4
+    assert torch.equal(cropped.test[0], again.test[0])
+    assert torch.equal(cropped.val[0], plain.val[0])
+    assert torch.equal(cropped.train[0], plain.train[0])
+    padded = torch.nn.functional.pad(plain.test[0], (4, 4, 4, 4))
+    moved = 0
+    for one, wide in zip(cropped.test[0], padded, strict=True):
+        windows = wide.unfold(1, 28, 1).unfold(2, 28, 1)  # (1, 9, 9, 28, 28)
+        same = (windows == one[:, None, None]).all(-1).all(-1).nonzero()
+        assert len(same) >= 1
+        moved += same[0, 1:].tolist() != [4, 4]
+    assert moved > 80  # of 100; one in 81 stays
+    with pytest.raises(ConfigError, match="data.test_crop=-1: must not be negative"):
+        test_set(test_crop=-1)
+
+
+def test_the_environment_of_every_run_is_named(tmp_path):
+    from fedmuon_pl.compare.reproduce_command import _parser, _record
+
+    options = _parser().parse_args(["lmo", "--seed", "1", "2", "--rounds", "7"])
+    folders = []
+    for i, commit in enumerate(("a" * 40, "b" * 40 + "+", None, "a" * 40)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        start = {
+            "commit": commit,
+            "processor": "P",
+            "cores": 2,
+            "cuda": ["G"],
+            "packages": {"torch": "2"},
+        }
+        (folder / "environment.json").write_text(json.dumps([start]))
+        folders.append(folder)
+    said = _record(folders, options)
+    assert f"at commit {'a' * 40}, {'b' * 40}+, unknown on P, 2 cores, G, torch 2." in said
+    assert "`fedmuon reproduce lmo --seed 1 2 --rounds 7`" in said
