@@ -193,9 +193,8 @@ class ClientStack:
 
         params: dict[str, Tensor] = dict(zip(self.names, self.leaves, strict=True))
         mapped: tuple[Tensor, dict[str, Tensor]]
-        # On a CPU the fused kernel of attention has no rule for vmap (torch 2.14); its plain form has.
-        plain = self.leaves[0].is_cpu
-        with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
+        # Attention's fused kernel for CPUs has no rule for vmap (torch 2.14); its plain form has.
+        with sdpa_kernel(SDPBackend.MATH) if self.leaves[0].is_cpu else nullcontext():
             mapped = torch.vmap(one, randomness="different")(params, self.buffers, batch)
         self.buffers.update(mapped[1])
         return mapped[0]
