@@ -8,12 +8,14 @@ once, for any C.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from .pytrees import map_tensors
@@ -191,7 +193,9 @@ class ClientStack:
 
         params: dict[str, Tensor] = dict(zip(self.names, self.leaves, strict=True))
         mapped: tuple[Tensor, dict[str, Tensor]]
-        mapped = torch.vmap(one, randomness="different")(params, self.buffers, batch)
+        # Attention's fused kernel for CPUs has no rule for vmap (torch 2.14); its plain form has.
+        with sdpa_kernel(SDPBackend.MATH) if self.leaves[0].is_cpu else nullcontext():
+            mapped = torch.vmap(one, randomness="different")(params, self.buffers, batch)
         self.buffers.update(mapped[1])
         return mapped[0]
 

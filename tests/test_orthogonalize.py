@@ -357,6 +357,10 @@ def test_as_matrix():
     assert as_matrix(conv).data_ptr() == conv.data_ptr()
     assert as_matrix(randn(5, 8, 2, 3, 3), 1).shape == (5, 8, 18)
     assert as_matrix(randn(5, 8, 2), 1).shape == (5, 8, 2)
+    position = randn(1, 7, 4)  # tokens x width, no row of 28
+    assert torch.equal(as_matrix(position), position[0])
+    assert torch.equal(as_matrix(position.expand(5, 1, 7, 4), 1), position.expand(5, 7, 4))
+    assert as_matrix(randn(1, 3, 2, 2)).shape == (1, 12)  # a convolution of one output
     with pytest.raises(ValueError, match=r"behind 1 batch axes, got shape \(5, 8\)"):
         as_matrix(randn(5, 8), 1)
 

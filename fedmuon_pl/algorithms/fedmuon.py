@@ -63,7 +63,8 @@ class FedMuon(Algorithm):
             ``"spectral_unflattened"``, the released code's: ``"spectral"`` with a convolution's
             rows and cols read from its kernel's sides.
         matrix_view: Tensors of three, five or more axes: ``"flatten"``, the first axis against all
-            others, or ``"last_two"``, the released code's: a batch of matrices of the last two.
+            others but (1, tokens, width) as tokens x width, or ``"last_two"``, the released code's:
+            a batch of matrices of the last two.
         align_rest: Whether Delta_g also pulls the rest; if not, the rest takes full steps.
         weight_decay: Decoupled; x shrinks by (1 - alpha) eta weight_decay a step. With
             ``rest_optimizer`` of the matrices only.

@@ -369,10 +369,12 @@ def as_matrix(tensor: Tensor, batch_axes: int = 0, view: MatrixView = "flatten")
         tensor: Shape ``(*batch, out, in, ...)``.
         batch_axes: How many leading axes are a batch, such as 1 for a client axis.
         view: What becomes of other tensors of more than 2 axes. ``flatten``: the same, the matrix
-            ``(out, in * ...)``. ``last_two``: they are matrices of their last two axes, the axes
-            before count as a batch: a position embedding ``(1, tokens, width)`` is one matrix
-            ``(tokens, width)``, and stacked experts are one matrix each. This is what the code of
-            Muon (Jordan et al., 2024) and that of FedMuon do.
+            ``(out, in * ...)``, but for ``(1, tokens, width)``, a position embedding or class
+            token, which is the matrix ``(tokens, width)`` and not one long row. (The kernel of an
+            ``nn.Conv1d`` of one output has that shape, too, and is read alike.) ``last_two``: they
+            are matrices of their last two axes, the axes before count as a batch: a position
+            embedding is one matrix, and stacked experts are one matrix each. This is what the code
+            of Muon (Jordan et al., 2024) and that of FedMuon do.
 
     Returns:
         Shape ``(*batch, out, in * ...)`` or, for ``last_two``, ``(*batch, ..., rows, cols)``; a
@@ -388,4 +390,6 @@ def as_matrix(tensor: Tensor, batch_axes: int = 0, view: MatrixView = "flatten")
         )
     if view == "last_two" and tensor.ndim - batch_axes != 4:
         return tensor
+    if tensor.ndim - batch_axes == 3 and tensor.shape[batch_axes] == 1:
+        return tensor.squeeze(batch_axes)
     return tensor.flatten(batch_axes + 1)
