@@ -92,7 +92,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     compared = reproduction.check()
     console.print(
         f"{reproduction.title}: {reproduction.parameters:,} weights and {compared} settings of "
-        f"the full runs are as published.",
+        f"the full runs are as they should be.",
         soft_wrap=True,
     )
     plans = {case: _plan(reproduction, case, options, folder) for case in cases}
@@ -236,8 +236,4 @@ def _record(folders: Sequence[Path], options: argparse.Namespace) -> str:
         + f", torch {start['packages']['torch']}"
         for start in starts
     )
-    return (
-        f"Made by `{' '.join(words)}` at commit {', '.join(commits)} on {'; '.join(machines)}.\n"
-    )
-
-
+    return f"Made by `{' '.join(words)}` at commit {', '.join(commits)} on {'; '.join(machines)}.\n"

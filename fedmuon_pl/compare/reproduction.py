@@ -103,7 +103,7 @@ class Reproduction:
                     if run.settings.get(key) != value:
                         raise ConfigError(
                             f"reproduction {self.name}: {run.name} has {key}="
-                            f"{run.settings.get(key)!r}, and {self.source} has {value!r}"
+                            f"{run.settings.get(key)!r}, and {value!r} is expected"
                         )
                     compared += 1
         settings = self.case_plan(self.cases[0]).runs()[0].settings
@@ -112,7 +112,7 @@ class Reproduction:
         if size != self.parameters:
             raise ConfigError(
                 f"reproduction {self.name}: the network has {size:,} weights, and "
-                f"{self.source} has {self.parameters:,}"
+                f"{self.parameters:,} are expected"
             )
         return compared
 
@@ -154,9 +154,7 @@ def load_reproduction(name: str | Path) -> Reproduction:
     if not cases:
         raise ConfigError(f"{where}: cases should not be empty")
     network = content["network"]
-    plan = parse_plan(
-        {"name": path.stem, "experiments": [cases[0].experiment], **content["plan"]}
-    )
+    plan = parse_plan({"name": path.stem, "experiments": [cases[0].experiment], **content["plan"]})
     labels = {entry.label for entry in plan.entries}
     for case in cases:
         unknown = sorted(set(case.published) - labels)
@@ -253,4 +251,6 @@ def beside(reproduction: Reproduction, case: Case, runs: Sequence[RunData]) -> G
         f"seeds. Published: {reproduction.source}."
     )
     heads = ["method", "seeds", "ours", "published", "difference"]
+    if not case.published:
+        heads, rows = heads[:3], [row[:3] for row in rows]
     return Grid(f"{reproduction.title}, {case.name}", heads, rows, caption)
