@@ -99,7 +99,11 @@ def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch):
         assert (tmp_path / "out" / f"lmo-{case}.png").is_file()
         assert f"lmo-{case}.png" in page
     # Once more: everything is finished, nothing runs, the same page.
-    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "r").rglob("metrics.csv"))
+
+    def written():
+        return sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "r").rglob("metrics.csv"))
+
+    before = written()
     assert len(before) == 4
     assert main([*words, "--only", "fedavg_momentum", "fedmuon"]) == 0
     assert before == sorted(
@@ -201,7 +205,7 @@ def test_test_images_are_cropped_only_on_demand(tmp_path):
         assert len(same) >= 1
         moved += same[0, 1:].tolist() != [4, 4]
     assert moved > 80  # of 100; one in 81 stays
-    with pytest.raises(ConfigError, match="data.test_crop=-1: must not be negative"):
+    with pytest.raises(ConfigError, match=r"data\.test_crop=-1: must not be negative"):
         test_set(test_crop=-1)
 
 

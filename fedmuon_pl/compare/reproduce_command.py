@@ -8,10 +8,9 @@ import argparse
 import json
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
 
 from ..environment import FILE
 from ..errors import ConfigError
@@ -156,7 +155,7 @@ def _plan(
         settings["data.init_args.root"] = options.data
     if options.smoke:
         seeds = seeds[:1]
-        settings |= reproduction.smoke | _generated(reproduction, case, folder)
+        settings |= {**reproduction.smoke, **_generated(reproduction, case, folder)}
     if options.rounds:
         settings["trainer.max_epochs"] = options.rounds
     entries = reproduction.plan.entries
@@ -172,7 +171,7 @@ def _plan(
     return reproduction.case_plan(case, set=settings, seeds=seeds, entries=entries)
 
 
-def _generated(reproduction: Reproduction, case: Case, folder: Path) -> Mapping[str, Any]:
+def _generated(reproduction: Reproduction, case: Case, folder: Path) -> dict[str, Any]:
     """Writes small files for the data module of a case, and says where they are."""
     from ..data.generate import generate
 
