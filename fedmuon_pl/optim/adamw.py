@@ -1,17 +1,17 @@
 """AdamW whose moments can start warm, each with a step count of its own."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from fedmuon_pl.optim.base import GroupOptimizer
 
 __all__ = ["AdamW"]
 
 
-class AdamW(Optimizer):
+class AdamW(GroupOptimizer):
     """AdamW, which corrects each moment for the steps that this moment has seen.
 
     For a parameter x with gradient g, learning rate η and weight decay λ::
@@ -59,62 +59,14 @@ class AdamW(Optimizer):
             params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters (see :class:`torch.optim.Optimizer`).
+    def _check_group(self, group: dict[str, Any]) -> None:
+        self._at_least_zero(group, "lr", "eps", "weight_decay")
+        self._two_betas(group)
 
-        Raises:
-            ValueError: As the class says; the group is then not added.
-        """
-        super().add_param_group(param_group)
-        try:
-            self._check(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    def _check(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            if not group[name] >= 0:
-                raise ValueError(f"AdamW: {name} must be at least 0, got {group[name]}")
-        betas = group["betas"]
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"AdamW: betas must be two numbers in [0, 1), got {betas}")
-        for p in group["params"]:
-            if p.is_complex():
-                raise ValueError(f"AdamW: complex parameters are not supported, got {p.dtype}")
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step for every parameter that has a gradient.
-
-        Args:
-            closure: Computes the gradients anew and returns the loss, which is then returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._step(params, group)
-        return loss
-
-    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _step(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
-        grads: list[Tensor] = []
         states = [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):
-            assert p.grad is not None
-            if p.grad.is_sparse:
-                raise RuntimeError("AdamW: sparse gradients are not supported")
-            grads.append(p.grad)
             for moment, count in self.counts.items():
                 if moment not in state:
                     state[moment] = torch.zeros_like(p)

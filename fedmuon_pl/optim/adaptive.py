@@ -1,19 +1,19 @@
 """Adaptive server optimisers: FedAdam, FedYogi and FedAdagrad."""
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from fedmuon_pl.optim.base import GroupOptimizer
 
 __all__ = ["AdaptiveServer"]
 
 _KINDS = ("adam", "yogi", "adagrad")
 
 
-class AdaptiveServer(Optimizer):
+class AdaptiveServer(GroupOptimizer):
     """One adaptive server step per round on the mean client displacement Δ.
 
     The gradient that it finds is the pseudo-gradient -Δ. From m = 0 and v = τ², element by
@@ -68,75 +68,27 @@ class AdaptiveServer(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters (see :class:`torch.optim.Optimizer`).
-
-        Raises:
-            ValueError: As the class says; the group is then not added.
-        """
-        super().add_param_group(param_group)
-        try:
-            self._check(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    def _check(self, group: dict[str, Any]) -> None:
-        kind, lr, betas, tau = (group[name] for name in ("kind", "lr", "betas", "tau"))
+    def _check_group(self, group: dict[str, Any]) -> None:
+        kind, tau = group["kind"], group["tau"]
         if kind not in _KINDS:
             raise ValueError(f"AdaptiveServer: kind must be one of {_KINDS}, got {kind!r}")
-        if not lr >= 0:
-            raise ValueError(f"AdaptiveServer: lr must be at least 0, got {lr}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"AdaptiveServer: betas must be two numbers in [0, 1), got {betas}")
+        self._at_least_zero(group, "lr")
+        self._two_betas(group)
         if not tau > 0:
             raise ValueError(f"AdaptiveServer: tau must be positive, got {tau}")
-        for p in group["params"]:
-            if p.is_complex():
-                raise ValueError(
-                    f"AdaptiveServer: complex parameters are not supported, got {p.dtype}"
-                )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step for every parameter that has a pseudo-gradient.
-
-        Args:
-            closure: Sets the pseudo-gradients and returns the loss, which is then returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._step(params, group)
-        return loss
-
-    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _step(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         (beta1, beta2), tau, kind = group["betas"], group["tau"], group["kind"]
         ms: list[Tensor] = []
         vs: list[Tensor] = []
-        grads: list[Tensor] = []
         counts: list[int] = []
         for p in params:
-            assert p.grad is not None
-            if p.grad.is_sparse:
-                raise RuntimeError("AdaptiveServer: sparse gradients are not supported")
             state = self.state[p]
             if not state:
                 state["step"] = 0
                 state["exp_avg"] = torch.zeros_like(p)
                 state["exp_avg_sq"] = torch.full_like(p, tau**2)
             state["step"] += 1
-            grads.append(p.grad)
             ms.append(state["exp_avg"])
             vs.append(state["exp_avg_sq"])
             counts.append(state["step"])

@@ -1,17 +1,17 @@
 """Adam whose moments go on from earlier rounds."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from fedmuon_pl.optim.base import GroupOptimizer
 
 __all__ = ["CarriedAdamW"]
 
 
-class CarriedAdamW(Optimizer):
+class CarriedAdamW(GroupOptimizer):
     """AdamW that can start from given moments and still correct their bias.
 
     For each parameter x with gradient g, in step k = 1, 2, ... of this optimiser, learning rate η
@@ -62,11 +62,6 @@ class CarriedAdamW(Optimizer):
         carried: tuple[float | Tensor, float | Tensor] = (1.0, 1.0),
     ) -> None:
         """Check the arguments (see the class)."""
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"CarriedAdamW: betas must be two numbers in [0, 1), got {betas}")
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"CarriedAdamW: {name} must be at least 0, got {value}")
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -78,39 +73,19 @@ class CarriedAdamW(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
+    def _check_group(self, group: dict[str, Any]) -> None:
+        self._at_least_zero(group, "lr", "eps", "weight_decay")
+        self._two_betas(group)
 
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step for every parameter that has a gradient.
-
-        Args:
-            closure: Computes the gradients anew and returns the loss, which is then returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._step(params, group)
-        return loss
-
-    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _step(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
         states = [self.state[p] for p in params]
-        grads = [p.grad for p in params]
         for state in states:
             state["step"] = state.get("step", 0) + 1
         m, v = (_moments(states, params, key) for key in ("exp_avg", "exp_avg_sq"))
-        torch._foreach_lerp_(m, grads, 1 - beta1)  # type: ignore[arg-type]
+        torch._foreach_lerp_(m, grads, 1 - beta1)
         torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, grads, grads, 1 - beta2)  # type: ignore[arg-type]
+        torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
         u = v
         if group["amsgrad"]:
             u = _moments(states, params, "max_exp_avg_sq")

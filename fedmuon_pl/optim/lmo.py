@@ -60,17 +60,16 @@ class LMO(Muon):
             client_axis=client_axis,
         )
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _check_group(self, group: dict[str, Any]) -> None:
         group.setdefault("spectral", True)
-        super()._check(group if group["spectral"] else {**group, "params": []})
+        super()._check_group(group if group["spectral"] else {**group, "params": []})
 
-    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _step(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(p)
         momenta = [state["momentum_buffer"] for state in states]
-        grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         corrected = [
             state["momentum_buffer"] + state["correction"]

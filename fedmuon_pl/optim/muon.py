@@ -1,16 +1,16 @@
 """Muon, for matrices and convolutions, with or without a leading client axis."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fedmuon_pl.optim.orthogonalize import MatrixView, Orthogonalizer, as_matrix, autocast_off
+from fedmuon_pl.optim.base import GroupOptimizer
+from fedmuon_pl.optim.orthogonalize import MatrixView, Orthogonalizer, as_matrix
 
 __all__ = ["Muon", "Scale", "step_scale"]
 
@@ -46,7 +46,7 @@ def step_scale(rows: int, cols: int, scale: Scale) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
-class Muon(Optimizer):
+class Muon(GroupOptimizer):
     """Momentum whose every step is orthogonalised.
 
     For each parameter x with gradient g and momentum M, learning rate η and weight decay λ::
@@ -128,33 +128,15 @@ class Muon(Optimizer):
         names = ("orthogonalizer", "matrix_view", "client_axis", "batch_equal_shapes")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters (see :class:`torch.optim.Optimizer`).
-
-        Raises:
-            ValueError: As the class says; the group is then not added.
-        """
-        super().add_param_group(param_group)
-        try:
-            self._check(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    def _check(self, group: dict[str, Any]) -> None:
-        if not group["lr"] >= 0:
-            raise ValueError(f"Muon: lr must be at least 0, got {group['lr']}")
+    def _check_group(self, group: dict[str, Any]) -> None:
+        self._at_least_zero(group, "lr", "weight_decay")
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"Muon: momentum must be in [0, 1), got {group['momentum']}")
-        if not group["weight_decay"] >= 0:
-            raise ValueError(f"Muon: weight_decay must be at least 0, got {group['weight_decay']}")
         if group["scale"] not in get_args(Scale):
             raise ValueError(
                 f"Muon: scale must be one of {', '.join(get_args(Scale))}, got {group['scale']!r}"
             )
         for p in group["params"]:
-            if p.is_complex():
-                raise ValueError(f"Muon: complex parameters are not supported, got {p.dtype}")
             if p.ndim - self.client_axis < 2:
                 behind = " behind the client axis" if self.client_axis else ""
                 raise ValueError(
@@ -162,37 +144,9 @@ class Muon(Optimizer):
                     "give this one to another optimiser, such as torch.optim.AdamW"
                 )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step for every parameter that has a gradient.
-
-        Args:
-            closure: Computes the gradients anew and returns the loss, which is then returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                with autocast_off(params[0].device.type):
-                    self._step(params, group)
-        return loss
-
-    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        grads: list[Tensor] = []
+    def _step(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         momenta: list[Tensor] = []
         for p in params:
-            if p.grad.is_sparse:  # type: ignore[union-attr]
-                raise RuntimeError("Muon: sparse gradients are not supported")
-            grads.append(p.grad)  # type: ignore[arg-type]
             state = self.state[p]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(p)

@@ -1,14 +1,12 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner, with or without a client axis."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from fedmuon_pl.optim.orthogonalize import autocast_off
+from fedmuon_pl.optim.base import GroupOptimizer
 
 __all__ = ["SOAP", "merged_shape"]
 
@@ -33,7 +31,7 @@ def merged_shape(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
     return tuple(merged)
 
 
-class SOAP(Optimizer):
+class SOAP(GroupOptimizer):
     """Adam in the eigenbasis of the gradient's second moments along each axis.
 
     For a matrix x with gradient G, learning rate η, weight decay λ and step t of a parameter::
@@ -132,63 +130,21 @@ class SOAP(Optimizer):
         """What a copy or pickle needs beside torch's own; not part of ``state_dict``."""
         return {**super().__getstate__(), "client_axis": self.client_axis}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters (see :class:`torch.optim.Optimizer`).
-
-        Raises:
-            ValueError: As the class says; the group is then not added.
-        """
-        super().add_param_group(param_group)
-        try:
-            self._check(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    def _check(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            if not group[name] >= 0:
-                raise ValueError(f"SOAP: {name} must be at least 0, got {group[name]}")
-        betas = group["betas"]
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"SOAP: betas must be two numbers in [0, 1), got {betas}")
+    def _check_group(self, group: dict[str, Any]) -> None:
+        self._at_least_zero(group, "lr", "eps", "weight_decay")
+        self._two_betas(group)
         beta = group["shampoo_beta"]
         if beta is not None and not 0 <= beta < 1:
             raise ValueError(f"SOAP: shampoo_beta must be in [0, 1), got {beta}")
         for name in ("precondition_frequency", "max_precond_dim"):
             if not group[name] >= 1:
                 raise ValueError(f"SOAP: {name} must be at least 1, got {group[name]}")
-        for p in group["params"]:
-            if p.is_complex():
-                raise ValueError(f"SOAP: complex parameters are not supported, got {p.dtype}")
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
+    def _step(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        for p, grad in zip(params, grads, strict=True):
+            self._step_one(p, grad, group)
 
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step for every parameter that has a gradient.
-
-        Args:
-            closure: Computes the gradients anew and returns the loss, which is then returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    if p.grad.is_sparse:
-                        raise RuntimeError("SOAP: sparse gradients are not supported")
-                    with autocast_off(p.device.type):
-                        self._step(p, p.grad, group)
-        return loss
-
-    def _step(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]
         first, new = "updates" not in state, True
         if first:
