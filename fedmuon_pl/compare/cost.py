@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..errors import ConfigError
 from .plan import Run
 from .reproduction import build
 from .runs import progress
@@ -43,10 +44,14 @@ def estimate(
     checkpoints a run, and the state of every client for the methods that keep one.
 
     Args:
-        runs: Of one network and one batch size; rounds that are finished are not counted.
+        runs: Of one network, with the same ``batch_size`` and with ``local_steps``; rounds that are
+            finished are not counted.
         input_shape: Of one input.
         test_samples: In the test set.
         threads: Of each run on a CPU.
+
+    Raises:
+        ConfigError: If a run does not say its local steps.
     """
     import torch
     import torch.nn.functional as F
@@ -85,6 +90,8 @@ def estimate(
     seconds, size = 0.0, 0
     for run in runs:
         rounds = max(0, (run.rounds or 0) - progress(run.folder)[0])
+        if "model.local_steps" not in run.settings:
+            raise ConfigError(f"{run.name}: a reproduction needs model.local_steps")
         cohort = int(run.settings["server.clients_per_round"])
         local = cohort * int(run.settings["model.local_steps"])
         method = str(run.settings.get("model.algorithm.init_args.orthogonalizer", "none"))
@@ -98,7 +105,7 @@ def estimate(
     return Cost(seconds, size, one, more, str(device))
 
 
-def _seconds(work: Callable[[], None], device: "object") -> float:
+def _seconds(work: Callable[[], None], device: object) -> float:
     """The median of some repetitions, after one that does not count."""
     import torch
 
