@@ -27,6 +27,8 @@ from fedmuon_pl import (
     FedMuon,
     FedMuonLMO,
     LocalMuon,
+    Mime,
+    MimeLite,
     MuLoCo,
     Scaffold,
     SklearnDigits,
@@ -289,6 +291,21 @@ def test_the_first_round_of_scaffold_is_fedavgs(five, tmp_path):
     scaffold, fedavg = run(Scaffold(0.1), five, tmp_path), run(FedAvg(0.1), five, tmp_path)
     assert equal(scaffold[0], fedavg[0])
     assert not equal(scaffold[1], fedavg[1])
+
+
+def test_mimelite_without_momentum_is_fedavg(five, tmp_path):
+    one, other = run(MimeLite(0.1, beta=0.0), five, tmp_path), run(FedAvg(0.1), five, tmp_path)
+    assert all(equal(a, b) for a, b in zip(one, other, strict=True))
+    with_momentum = run(MimeLite(0.1, beta=0.5), five, tmp_path)
+    assert not equal(with_momentum[1], other[1])
+
+
+def test_mimes_forms_of_momentum_are_one_at_rates_1_minus_beta_apart(five, tmp_path):
+    for method in (Mime, MimeLite):
+        ema = run(method(0.3, beta=0.75), five, tmp_path)
+        classic = run(method(0.075, beta=0.75, momentum_form="classic"), five, tmp_path)
+        for a, b in zip(ema, classic, strict=True):
+            close(a, b, 1e-12)
 
 
 def test_local_muon_is_fedmuon_without_its_two_mechanisms(five, tmp_path):
