@@ -39,7 +39,7 @@ run: $(VENV)/.installed ## One run, resumed if it was interrupted: make run EXP=
 tensorboard: $(VENV)/.installed ## Curves of all methods of an experiment: make tensorboard EXP=mnist5k
 	$(BIN)/tensorboard --logdir $(RUNS)/$(EXP)
 
-readme: $(VENV)/.installed ## Regenerate the results of README.md: the quickstart over three seeds
+readme: $(VENV)/.installed ## Regenerate the results of README.md: five methods, three rates, three seeds
 	-$(BIN)/fedmuon sweep quickstart_rates --root $(RUNS)/readme # a diverged trial is a failed run
 	$(BIN)/fedmuon compare $(RUNS)/readme/mnist5k --markdown README.md --section quickstart
 	cp $(RUNS)/readme/mnist5k/compare/curves.png docs/quickstart.png

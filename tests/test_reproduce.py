@@ -35,8 +35,7 @@ def test_a_full_target_is_as_published(name):
         assert len(runs) == len(reproduction.plan.entries) * 3
         for run in runs:
             build("algorithm", run.settings)
-        # The smallest pieces of the paper that are missing nowhere.
-        assert all(run.settings["seed_everything"] == 0 for run in runs)  # overridden by the flag
+        assert all(run.settings["seed_everything"] == 0 for run in runs)  # the flag wins over it
         assert {run.seed for run in runs} == {0, 1, 2}
         x = torch.zeros(2, *reproduction.input_shape, device="meta")
         network = build("network", runs[0].settings, "meta")

@@ -88,6 +88,7 @@ def estimate(
         torch.set_num_threads(before)
     weights = sum(p.numel() for p in network.parameters())
     seconds, size = 0.0, 0
+    kept: dict[str, int] = {}  # by method: building one takes longer than all the rest here
     for run in runs:
         rounds = max(0, (run.rounds or 0) - progress(run.folder)[0])
         if "model.local_steps" not in run.settings:
@@ -99,9 +100,10 @@ def estimate(
         every = int(run.settings.get("trainer.check_val_every_n_epoch", 1))
         seconds += rounds * (local * a_step + test_samples / batch * forward / every)
         size += 2 * 3 * 4 * weights
-        algorithm = build("algorithm", run.settings)
-        kept = sum(len(mechanism.client_state) for mechanism in algorithm.mechanisms)
-        size += kept * int(run.settings["data.init_args.clients"]) * 4 * weights
+        if run.method not in kept:
+            algorithm = build("algorithm", run.settings)
+            kept[run.method] = sum(len(m.client_state) for m in algorithm.mechanisms)
+        size += kept[run.method] * int(run.settings["data.init_args.clients"]) * 4 * weights
     return Cost(seconds, size, one, more, str(device))
 
 

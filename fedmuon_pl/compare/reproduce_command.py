@@ -22,7 +22,7 @@ from .execute import Outcome, execute
 from .plan import Plan
 from .reproduction import Case, Reproduction, beside, load_reproduction
 from .runs import RunData, read_runs
-from .sweep_view import SweepView, duration
+from .sweep_view import SweepView, duration, show_failures
 
 __all__ = ["reproduce_main"]
 
@@ -128,11 +128,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if tables:
         _write(reproduction, tables, notes, outcomes, output, options)
         console.print(f"Tables and curves: {output}", soft_wrap=True)
-    failed = [outcome for outcome in outcomes if outcome.status == "failed"]
-    for outcome in failed:
-        console.print(f"failed: {outcome.run.name}: {outcome.reason}", soft_wrap=True)
-        console.print(f"    log: {outcome.run.log}", soft_wrap=True)
-    return 1 if failed else 0
+    return show_failures(console, outcomes)
 
 
 def _cases(reproduction: Reproduction, names: Sequence[str] | None) -> list[Case]:

@@ -24,7 +24,7 @@ from .plan_file import load_plan, parse_plan
 from .runs import read_runs
 from .search import execute_search
 from .slurm import write_array
-from .sweep_view import SweepView
+from .sweep_view import SweepView, show_failures
 
 __all__ = ["sweep_main"]
 
@@ -69,7 +69,8 @@ def _sweep_parser() -> argparse.ArgumentParser:
         "--jobs",
         type=positive,
         metavar="N",
-        help="runs at a time (default: the plan's; there, auto is the cores over a run's threads)",
+        help="runs at a time (default: the plan's; there, auto is the GPUs, or else the cores over "
+        "a run's threads)",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="RUN", help="only these runs of it, such as mnist5k/fedavg-s0"
@@ -165,13 +166,7 @@ def _sweep(options: argparse.Namespace, args: Sequence[str]) -> int:
     if not options.only:  # others may still run elsewhere
         named = options.plan is not None
         _sweep_report(console, plan, outcomes, options.write_tuned, write_files=named)
-    failed = [outcome for outcome in outcomes if outcome.status == "failed"]
-    if failed:
-        console.print(f"\n{len(failed)} of {len(outcomes)} runs failed:")
-        for outcome in failed:
-            reason = f"  {outcome.run.name}: {outcome.reason}\n    log: {outcome.run.log}"
-            console.print(reason, soft_wrap=True)
-    return 1 if failed else 0
+    return show_failures(console, outcomes)
 
 
 def _proposals(plan: Plan) -> int:

@@ -9,10 +9,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .execute import Event
+from .execute import Event, Outcome
 from .plan import Run
 
-__all__ = ["SweepView", "duration"]
+__all__ = ["SweepView", "duration", "show_failures"]
 
 _MARKS = {
     "started": ("▸", "cyan"),
@@ -140,3 +140,14 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def show_failures(console: Console, outcomes: Sequence[Outcome]) -> int:
+    """Says which runs failed, why, and where their logs are; the exit code, 1 if one did."""
+    failed = [outcome for outcome in outcomes if outcome.status == "failed"]
+    if failed:
+        console.print(f"\n{len(failed)} of {len(outcomes)} runs failed:")
+        for outcome in failed:
+            reason = f"  {outcome.run.name}: {outcome.reason}\n    log: {outcome.run.log}"
+            console.print(reason, soft_wrap=True)
+    return 1 if failed else 0
