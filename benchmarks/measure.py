@@ -139,7 +139,9 @@ def machine():
 
     found = describe_environment()
     commit = commit_of(HERE / "measure.py") or "unknown"
-    cpu = f"{found['processor']} ({torch.backends.cpu.get_cpu_capability()}), {os.cpu_count()} cores"
+    cpu = (
+        f"{found['processor']} ({torch.backends.cpu.get_cpu_capability()}), {os.cpu_count()} cores"
+    )
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "machine": cpu if gpu is None else f"{gpu}; {cpu}",

@@ -113,7 +113,7 @@ class PersonalEvaluation(Callback):
         stack = ClientStack(module.network, 1)
         modes = [(part, part.training) for part in stack.shell.modules()]
         accuracy = _Accuracy(trainer, module)
-        clients = evaluated_clients(data.partition.clients_with_data, self.max_clients)
+        clients = evaluated_clients(server.candidates, self.max_clients)
         table = torch.zeros(len(clients), 2, dtype=torch.float64)  # each process fills its rows
         for row in range(server.rank, len(clients), server.ranks):
             client = int(clients[row])
