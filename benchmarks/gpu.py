@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from measure import Watch, machine, markdown, options, report
-from overhead import FLOAT, HALF, LR, WORK, engine, quiet
+from overhead import FLOAT, HALF, LR, TOY, WORK, engine, quiet
 
 from fedmuon_pl import Classification, FedAvg, FedMuon
 
@@ -123,8 +123,7 @@ def main():
     sizes = {"lenet": {"cohort": 100}, "resnet": {"cohort": 4, "steps": 20}}
     repeat, rounds = given.repeat, given.rounds
     if given.toy:
-        tiny = {"cohort": 2, "steps": 1, "batch": 2}
-        sizes, repeat, rounds = dict.fromkeys(sizes, tiny), 1, 1
+        sizes, repeat, rounds = {k: {**v, "cohort": 2} for k, v in TOY.items()}, 1, 1
     found = {name: [] for name in CONTESTANTS}
     for _ in range(repeat):
         for name in CONTESTANTS:

@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from copy import deepcopy
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ from fedmuon_pl import (
 from fedmuon_pl.data.digits import MNIST5k
 from fedmuon_pl.data.partition import IID, DirichletByClient
 from fedmuon_pl.data.sampling import cohort
-from fedmuon_pl.models import LeNet, ResNet18
+from fedmuon_pl.models import LeNet, ResNet8, ResNet18
 
 LR = 0.05
 
@@ -76,6 +77,10 @@ WORK = {
         "steps": 2,
         "batch": 50,
     },
+}
+TOY = {
+    "lenet": {"cohort": 1, "steps": 1, "batch": 2},
+    "resnet": {"cohort": 1, "steps": 1, "batch": 2, "network": partial(ResNet8, 3, 100)},
 }
 REPEAT = {"lenet": (6, 4), "resnet": (3, 1)}  # repetitions, rounds of each
 FLOAT, HALF = "32-true", "bf16-mixed"
@@ -213,7 +218,7 @@ def main():
         work = {**work, "cohort": given.clients}
     repeat, rounds = REPEAT[given.work]
     if given.toy:
-        work, repeat, rounds = {**work, "cohort": 1, "steps": 1, "batch": 2}, 1, 1
+        work, repeat, rounds = {**work, **TOY[given.work]}, 1, 1
     names = given.only or [n for n in CONTESTANTS if has_bfloat16() or "bf16" not in n]
     if given.toy and not given.only:
         needed = {"bare loop", "FedAvg", *ROWS[given.work].values()}

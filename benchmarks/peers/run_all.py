@@ -183,8 +183,9 @@ def main():
     command = "python benchmarks/peers/run_all.py " + " ".join(sys.argv[1:])
     text = f"    {command}\n\n" + (
         f"{where['machine']}; {versions}; commit {where['commit']}, {where['date']}; load "
-        f"{load:.1f} to {os.getloadavg()[0]:.1f}. FedAvg, 100 clients, 10 a round, Dirichlet 0.1, the same "
-        f"cohorts, batches and x^0 for all; the middle of the repetitions.\n"
+        f"{load:.1f} to {os.getloadavg()[0]:.1f}. FedAvg, 100 clients, 10 a "
+        f"round, Dirichlet 0.1, the same cohorts, batches and x^0 for all; the middle "
+        f"of the repetitions.\n"
     )
     for w in works:
         text += f"\n{WORKS[w]}:\n\n{table(runs[w])}"

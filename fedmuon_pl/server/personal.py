@@ -105,8 +105,7 @@ class PersonalEvaluation(Callback):
         Returns:
             The measurements by tag.
         """
-        data, algorithm = module.data, module.algorithm
-        server = find(trainer, FederatedServer)
+        algorithm, server = module.algorithm, find(trainer, FederatedServer)
         store = server.store
         x = [p.detach() for p in trainable(module.network).values()]
         buffers = dict(module.network.named_buffers())
