@@ -136,7 +136,7 @@ def main():
     table = markdown(
         ["what", "s/round", "steps/s", "peak MiB"],
         [
-            [n, f"{s:.4f}", f"{_steps(n, sizes) / s:.0f}", f"{peak[n]:.0f}"]
+            [n, f"{s:.4f}", f"{_steps(n, sizes) / s:.0f}", f"{peak[n]:.0f}".replace("nan", "-")]
             for n, s in seconds.items()
         ],
     )

@@ -153,6 +153,7 @@ def main():
         rows["million_growth"] = middle[MANY]["growth"]
     if {PLAIN, STATE} <= set(middle):
         rows["scaffold_memory"] = middle[STATE]["peak"] / middle[PLAIN]["peak"]
+    if STATE in middle:
         rows["scaffold_disk"] = middle[STATE]["disk"]
     report(given.json, table, rows)
 

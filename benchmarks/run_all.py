@@ -195,14 +195,14 @@ def kept(path):
     return results
 
 
-def main():
+def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="parts whose name matches")
     parser.add_argument("--repeat", type=int, help="repetitions; each part's own if not given")
     parser.add_argument("--toy", action="store_true", help="a size that only shows that it works")
     parser.add_argument("--add", type=Path, nargs="*", help="runs no part: adds files of gpu.sh")
     parser.add_argument("-o", "--output", type=Path, default=HERE, help="folder of RESULTS.md")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     page, store = options.output / "RESULTS.md", options.output / "results.json"
     if options.toy and options.output.resolve() == HERE:
         parser.error("--toy needs -o DIR: toy numbers are no results")
