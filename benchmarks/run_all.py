@@ -147,13 +147,15 @@ def measure(part, options):
     }
 
 
+def busy(run):
+    """Whether other work had more than 0.15 cores before or during a run, as far as is known."""
+    return any(cores is not None and cores > 0.15 for cores in run["others"])
+
+
 def others(run):
-    """How many cores other work had, before and during a run, in words."""
-    before, during = run["others"]
-    if before is None or during is None:
-        return "unknown"
-    loud = "**busy machine**: " if max(before, during) > 0.15 else ""
-    return f"{loud}{before:.1f} before, {during:.1f} during"
+    """How many cores other work had, in words."""
+    before, during = ("?" if cores is None else f"{cores:.1f}" for cores in run["others"])
+    return f"{before} before, {during} during"
 
 
 def section(results):
@@ -177,6 +179,9 @@ def section(results):
     text = markdown(["what", "measured", "target", "met", "run"], lines)
     if runs:
         heads = ["run", "command", "machine", "torch", "commit", "date", "load", "others' cores"]
+        loud = [part for part in PARTS if part in results and busy(results[part])]
+        if loud:
+            text += f"\n**Others used the machine too**, so measure again: {', '.join(loud)}.\n"
         text += "\nMedians, contestants in turns. A commit with + had changes.\n\n"
         text += markdown(heads, runs) + "\n" + "\n".join(tables)
     return text

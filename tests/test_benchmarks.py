@@ -105,6 +105,16 @@ def test_toy_numbers_never_reach_the_projects_table(bench, capsys):
     assert "toy numbers are no results" in capsys.readouterr().err
 
 
+def test_a_busy_machine_is_named(bench):
+    run = {
+        "command": "c", "machine": "M", "torch": "2", "commit": "c0ffee", "date": "2020-01-01",
+        "load": [0.0, 0.0], "why": {}, "table": "", "rows": {"muon_lenet": 1.0},
+    }  # fmt: skip
+    for cores, loud in (([0.1, 0.1], False), ([1.2, 0.0], True), ([None, 0.9], True)):
+        text = bench.section({"lenet": {**run, "others": cores}})
+        assert ("**Others used the machine too**, so measure again: lenet." in text) == loud
+
+
 def test_met(bench):
     row = bench.Row("what", "<=", 1.05)
     assert [row.met(value) for value in (1.0, 1.05, 1.06)] == ["yes", "yes", "no"]
