@@ -56,12 +56,12 @@ class Features(FederatedDataModule):
         return Splits(train, part(500, 1), part(500, 2), train[1].numpy(), CLASSES)
 
 
-def child(name, clients, rounds, folder):
+def child(name, clients, rounds, steps, folder):
     method, _, cohort, hidden = CONTESTANTS[name]
     network = "model.task.init_args.network"
     settings = {
         "server.clients_per_round": cohort,
-        "model.local_steps": STEPS,
+        "model.local_steps": steps,
         "model.algorithm.init_args.lr": 0.05,
         "model.task": "Classification",
         "model.task.init_args.num_classes": CLASSES,
@@ -87,9 +87,9 @@ def state_ratio(folder, clients):
     return written / (took_part * one)
 
 
-def measure(name, clients, rounds):
+def measure(name, clients, rounds, steps):
     with tempfile.TemporaryDirectory() as folder:
-        done = run(python("population.py", "--run", name, clients, rounds, folder))
+        done = run(python("population.py", "--run", name, clients, rounds, steps, folder))
         assert len(done.ends) == rounds
         disk = state_ratio(Path(folder), clients) if name == STATE else None
     quarter = max(1, len(done.rounds) // 4)
@@ -113,12 +113,13 @@ def main():
     options(parser, repeat=3)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
-        name, clients, rounds, folder = given.run
-        sys.exit(child(name, int(clients), int(rounds), folder))
+        name, *numbers, folder = given.run
+        sys.exit(child(name, *map(int, numbers), folder))
     rounds = given.rounds or (3 if given.toy else 200)
+    steps = 1 if given.toy else STEPS
     found = {name: [] for name in given.only}
     for _ in range(1 if given.toy else given.repeat):
         for name in given.only:
@@ -126,7 +127,8 @@ def main():
             clients = min(clients, 2_000) if given.toy else clients
             # The run with state is shorter: it writes 290 kB for each client of each round.
             long = name in (FEW, MANY)
-            found[name].append(measure(name, clients, rounds if long else max(3, rounds // 4)))
+            own = rounds if long else max(3, rounds // 4)
+            found[name].append(measure(name, clients, own, steps))
     middle = {
         name: {key: _median([one[key] for one in runs]) for key in runs[0]}
         for name, runs in found.items()
