@@ -124,7 +124,7 @@ def main():
     for _ in range(1 if given.toy else given.repeat):
         for name in given.only:
             clients = CONTESTANTS[name][1]
-            clients = min(clients, 2_000) if given.toy else clients
+            clients = min(clients, 300) if given.toy else clients
             # The run with state is shorter: it writes 290 kB for each client of each round.
             long = name in (FEW, MANY)
             own = rounds if long else max(3, rounds // 4)

@@ -95,8 +95,8 @@ def test_state_on_disk_is_that_of_the_clients_that_took_part(tmp_path):
     out = tmp_path / "rows.json"
     words = ("--toy", "--json", out, "--only", "SCAFFOLD, 100,000 clients")
     command(sys.executable, BENCHMARKS / "population.py", *words)
-    # 20 of 2,000 clients in each of three rounds: hardly one twice.
-    assert 1 <= json.loads(out.read_text())["rows"]["scaffold_disk"] < 1.2
+    # 20 of 300 clients in each of three rounds: few of them twice.
+    assert 1 <= json.loads(out.read_text())["rows"]["scaffold_disk"] < 1.3
 
 
 def test_toy_numbers_never_reach_the_projects_table(bench, capsys):
