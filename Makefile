@@ -67,6 +67,19 @@ reproduce-%: $(VENV)/.installed ## A published table, ours beside theirs: cifar1
 	  $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(GPUS),--jobs $(GPUS)) \
 	  $(if $(SMOKE),--smoke) $(if $(PARITY),--parity) $(if $(OUT),-o $(OUT))
 
+bench: $(VENV)/.installed ## Measure the table of ratios of benchmarks/RESULTS.md: make bench ONLY=population REPEAT=3
+	$(BIN)/python benchmarks/run_all.py $(if $(ONLY),--only '$(ONLY)') $(if $(REPEAT),--repeat $(REPEAT))
+
+.venv-peers/.installed: pyproject.toml
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
+	  'flwr[simulation]' pfl psutil --editable .
+	touch $@
+
+bench-peers: .venv-peers/.installed ## The same work in Flower and pfl, side by side; in .venv-peers
+	.venv-peers/bin/python benchmarks/peers/run_all.py $(if $(ONLY),--only '$(ONLY)') \
+	  $(if $(REPEAT),--repeat $(REPEAT))
+
 compare: $(VENV)/.installed ## Tables, paired tests and curves of an experiment: make compare EXP=mnist5k
 	$(BIN)/fedmuon compare $(RUNS)/$(EXP) -o $(RUNS)/$(EXP)/compare
 
@@ -88,7 +101,7 @@ format: $(VENV)/.installed-dev ## Reformat and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove the environment and caches; runs stay
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## Remove the environments and caches; runs stay
+	rm -rf $(VENV) .venv-peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help install quickstart run tensorboard readme tune ablation sensitivity compare report sweep lint test format clean
+.PHONY: help install quickstart run tensorboard readme tune ablation sensitivity bench bench-peers compare report sweep lint test format clean

@@ -5,6 +5,9 @@ All contestants do the same work on the same batches, in turns, in one process w
     OMP_NUM_THREADS=1 python benchmarks/overhead.py lenet [--repeat 6] [--rounds 4]
     OMP_NUM_THREADS=1 python benchmarks/overhead.py resnet [--repeat 3] [--rounds 1]
 
+More options: ``--clients N --only CONTESTANT ... --toy --json FILE``. What needs bfloat16 is left
+out where the CPU only emulates it.
+
 Prints seconds of CPU, which other people's jobs on the machine inflate less than the clock's: the
 median and the least of a round, and the ratio of both to the row that the table names. No timing is
 ever a test.
@@ -18,9 +21,11 @@ import tempfile
 import time
 import warnings
 from copy import deepcopy
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from measure import has_bfloat16, markdown, options, report
 from pytorch_lightning import Callback, Trainer
 
 from fedmuon_pl import (
@@ -36,7 +41,7 @@ from fedmuon_pl import (
 from fedmuon_pl.data.digits import MNIST5k
 from fedmuon_pl.data.partition import IID, DirichletByClient
 from fedmuon_pl.data.sampling import cohort
-from fedmuon_pl.models import LeNet, ResNet18
+from fedmuon_pl.models import LeNet, ResNet8, ResNet18
 
 LR = 0.05
 
@@ -55,56 +60,80 @@ class Noise(FederatedDataModule):
 
 WORK = {
     "lenet": {
-        "what": "LeNet on MNIST-5k, K = 10, batch 32",
+        "what": "LeNet on MNIST-5k",
         "network": LeNet,
         "classes": 10,
-        "data": lambda: MNIST5k(100, DirichletByClient(0.1), batch_size=32),
+        "data": lambda batch: MNIST5k(100, DirichletByClient(0.1), batch_size=batch),
         "cohort": 10,
         "steps": 10,
+        "batch": 32,
     },
     "resnet": {
-        "what": "ResNet-18 with GroupNorm on 3 x 32 x 32, K = 2, batch 50",
+        "what": "ResNet-18 with GroupNorm on 3 x 32 x 32",
         "network": ResNet18,
         "classes": 100,
-        "data": lambda: Noise(10, IID(), batch_size=50),
+        "data": lambda batch: Noise(10, IID(), batch_size=batch),
         "cohort": 1,
         "steps": 2,
+        "batch": 50,
     },
 }
+TOY = {
+    "lenet": {"cohort": 1, "steps": 1, "batch": 2},
+    "resnet": {"cohort": 1, "steps": 1, "batch": 2, "network": partial(ResNet8, 3, 100)},
+}
+REPEAT = {"lenet": (6, 4), "resnet": (3, 1)}  # repetitions, rounds of each
+FLOAT, HALF = "32-true", "bf16-mixed"
 # name: (algorithm, arguments of the module, precision, the row that it is compared with)
 CONTESTANTS = {
-    "bare loop": (None, {}, "32-true", "bare loop"),
-    "FedAvg": (lambda: FedAvg(LR), {}, "32-true", "bare loop"),
-    "FedAvg, contiguous": (lambda: FedAvg(LR), {"channels_last": False}, "32-true", "bare loop"),
-    "SCAFFOLD": (lambda: Scaffold(LR), {}, "32-true", "FedAvg"),
-    "FedMuon": (lambda: FedMuon(0.005), {}, "32-true", "FedAvg"),
-    "bare loop, bf16-mixed": (None, {}, "bf16-mixed", "bare loop"),
-    "FedAvg, bf16-mixed": (lambda: FedAvg(LR), {}, "bf16-mixed", "bare loop"),
+    "bare loop": (None, {}, FLOAT, "bare loop"),
+    "FedAvg": (lambda: FedAvg(LR), {}, FLOAT, "bare loop"),
+    "FedAvg, contiguous": (lambda: FedAvg(LR), {"channels_last": False}, FLOAT, "bare loop"),
+    "SCAFFOLD": (lambda: Scaffold(LR), {}, FLOAT, "FedAvg"),
+    "FedMuon": (lambda: FedMuon(0.005), {}, FLOAT, "FedAvg"),
+    "FedMuon, orthogonalised in bf16": (
+        lambda: FedMuon(0.005, ns_dtype="bfloat16"), {}, FLOAT, "FedAvg",
+    ),
+    "bare loop, bf16-mixed": (None, {}, HALF, "bare loop"),
+    "FedAvg, bf16-mixed": (lambda: FedAvg(LR), {}, HALF, "bare loop"),
+}  # fmt: skip
+# What the table of ratios wants, each over the row that it is compared with.
+ROWS = {
+    "lenet": {"muon_lenet": "FedMuon", "muon_lenet_half": "FedMuon, orthogonalised in bf16"},
+    "resnet": {
+        "resnet": "FedAvg",
+        "resnet_half": "FedAvg, bf16-mixed",
+        "muon_resnet": "FedMuon",
+        "muon_resnet_half": "FedMuon, orthogonalised in bf16",
+    },
 }
 
 
 class Rounds(Callback):
     """Seconds of each round, evaluation and logging left out."""
 
-    def __init__(self):
-        self.seconds = []
+    def __init__(self, clock):
+        self.clock, self.seconds = clock, []
 
     def on_train_batch_start(self, *_):
-        self.begin = time.process_time()
+        self.begin = self.clock()
 
     def on_train_batch_end(self, *_):
-        self.seconds.append(time.process_time() - self.begin)
+        self.seconds.append(self.clock() - self.begin)
 
 
-def engine(work, algorithm, arguments, precision, rounds):
+def engine(
+    work, algorithm, arguments, precision, rounds, accelerator="cpu", clock=time.process_time
+):
     """Seconds of each round through the Trainer."""
-    clock = Rounds()
+    times = Rounds(clock)
     task = Classification(work["network"], num_classes=work["classes"])
     module = FederatedModule(task, algorithm, local_steps=work["steps"], **arguments)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             max_epochs=rounds,
-            accelerator="cpu",
+            accelerator=accelerator,
+            devices=1,
             precision=precision,
             logger=False,
             enable_checkpointing=False,
@@ -112,15 +141,15 @@ def engine(work, algorithm, arguments, precision, rounds):
             enable_model_summary=False,
             limit_val_batches=0,
             default_root_dir=folder,
-            callbacks=[FederatedServer(work["cohort"]), clock],
+            callbacks=[FederatedServer(work["cohort"]), times],
         )
-        trainer.fit(module, work["data"]())
-    return clock.seconds
+        trainer.fit(module, work["data"](work["batch"]))
+    return times.seconds
 
 
 def bare(work, precision, rounds):
     """The same rounds of FedAvg as one would write them without a framework."""
-    data = work["data"]()
+    data = work["data"](work["batch"])
     data.setup()
     model = deepcopy(Classification(work["network"], num_classes=work["classes"]).build_network(0))
     params = list(model.parameters())
@@ -168,35 +197,50 @@ def measure(work, names, repeat, rounds):
     return seconds
 
 
+def quiet():
+    """Nothing of Lightning's on the terminal."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", choices=WORK)
-    parser.add_argument("--repeat", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=4)
+    options(parser, repeat=None)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--clients", type=int, help="in a round; the work's own if not given")
-    parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), choices=CONTESTANTS)
-    options = parser.parse_args()
+    parser.add_argument("--only", nargs="*", choices=CONTESTANTS, help="all if not given")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    work = WORK[options.work]
-    if options.clients:
-        work = {**work, "cohort": options.clients}
-    seconds = measure(work, options.only, options.repeat, options.rounds)
+    quiet()
+    work = WORK[given.work]
+    if given.clients:
+        work = {**work, "cohort": given.clients}
+    repeat, rounds = REPEAT[given.work]
+    if given.toy:
+        work, repeat, rounds = {**work, **TOY[given.work]}, 1, 1
+    names = given.only or [n for n in CONTESTANTS if has_bfloat16() or "bf16" not in n]
+    if given.toy and not given.only:
+        needed = {"bare loop", "FedAvg", *ROWS[given.work].values()}
+        names = [n for n in CONTESTANTS if n in needed]
+    seconds = measure(work, names, given.repeat or repeat, given.rounds or rounds)
     cpu = torch.backends.cpu.get_cpu_capability()
     print(
-        f"{work['what']}, {work['cohort']} clients a round; {cpu}, 1 thread, "
-        f"torch {torch.__version__}\n"
+        f"{work['what']}, K = {work['steps']}, batch {work['batch']}, {work['cohort']} clients a "
+        f"round; {cpu}, 1 thread, torch {torch.__version__}\n"
     )
-    print("| what | median s | least s | over | median | least |\n|---|---:|---:|---|---:|---:|")
+    ratio, lines = {}, []
     for name, values in seconds.items():
         base = CONTESTANTS[name][-1]
-        found = [statistics.median(values), min(values)]
-        other = seconds.get(base)
-        cells = [f"{v:.3f}" for v in found] + [base]
-        if other:
-            cells += [f"{found[0] / statistics.median(other):.2f}", f"{found[1] / min(other):.2f}"]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        cells = [name, *(f"{v:.3f}" for v in (statistics.median(values), min(values))), base]
+        if base in seconds:
+            ratio[name] = statistics.median(values) / statistics.median(seconds[base])
+            cells += [f"{ratio[name]:.2f}", f"{min(values) / min(seconds[base]):.2f}"]
+        lines.append([*cells, *["-"] * (6 - len(cells))])
+    table = markdown(["what", "median s", "least s", "over", "median", "least"], lines)
+    rows = {row: ratio.get(name) for row, name in ROWS[given.work].items()}
+    halves = [row for row, name in ROWS[given.work].items() if "bf16" in name]
+    report(given.json, table, rows, dict.fromkeys(halves, "the CPU has no bfloat16"))
 
 
 if __name__ == "__main__":

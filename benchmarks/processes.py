@@ -1,6 +1,6 @@
 """Whole runs through ``fedmuon fit`` in one and in two processes, beside a bare loop with gloo.
 
-    python benchmarks/processes.py [--repeat 3] [--rounds 20] [--only REGEX]
+    python benchmarks/processes.py [--repeat 3] [--rounds 20] [--only REGEX] [--toy] [--json FILE]
 
 Every contestant is a process of its own, with one thread for each of its processes, and does the
 same: FedAvg, LeNet on MNIST-5k, 100 clients, 10 a round, K = 20 steps of batch 50, an evaluation on
@@ -11,20 +11,16 @@ is a test.
 """
 
 import argparse
-import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measure import fit, markdown, options, python, report, round_done, run
 
 STEPS, COHORT, CLIENTS, BATCH, LR = 20, 10, 100, 50, 0.05
 CONTESTANTS = {
@@ -33,6 +29,7 @@ CONTESTANTS = {
     "fedmuon fit, 1 process": ("fit", 1),
     "fedmuon fit, 2 processes": ("fit", 2),
 }
+BARE_1, BARE_2, FIT_1, FIT_2 = CONTESTANTS
 
 
 def bare(rank, processes, rounds, store):
@@ -77,125 +74,81 @@ def bare(rank, processes, rounds, store):
             if rank == 0:
                 for inputs, labels in (data.splits.val, data.splits.test):
                     (model(inputs).argmax(1) == labels).float().mean().item()
-                print(f"ROUND {time.time()}", flush=True)
+                round_done()
     if processes > 1:
         dist.destroy_process_group()
 
 
-def fit(processes, rounds, root):
-    """The command, with the end of each round on the standard output."""
-    from fedmuon_pl.cli import main
-    from fedmuon_pl.server.roundlog import MetricsFile
-
-    original = MetricsFile.log_metrics
-
-    def log_metrics(self, metrics, step=None):
-        original(self, metrics, step)
-        if self._rows:  # of rank 0
-            print(f"ROUND {time.time()}", flush=True)
-
-    MetricsFile.log_metrics = log_metrics
+def command(processes, rounds, root):
+    """The command."""
     settings = {
-        "threads": 1,
         "server.clients_per_round": COHORT,
         "model.local_steps": STEPS,
         "model.algorithm.lr": LR,
         "data.init_args.batch_size": BATCH,
-        "trainer.accelerator": "cpu",
         "trainer.devices": processes,
         "trainer.max_epochs": rounds,
         "trainer.default_root_dir": root,
-        "trainer.enable_progress_bar": "false",
-        "trainer.enable_model_summary": "false",
     }
-    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    configs = ["-c", "base", "-c", "experiment/mnist5k", "-c", "algorithm/fedavg"]
-    return main(["fit", *configs, *flags])
+    return fit(["base", "experiment/mnist5k", "algorithm/fedavg"], settings)
 
 
-class Memory(threading.Thread):
-    """The peak proportional set size of a process group, in MiB."""
-
-    def __init__(self, group):
-        super().__init__(daemon=True)
-        self.group, self.peak, self.ended = group, 0.0, threading.Event()
-
-    def run(self):
-        while not self.ended.wait(0.1):
-            total = 0
-            for stat in Path("/proc").glob("[0-9]*/stat"):
-                try:
-                    if int(stat.read_text().rsplit(")", 1)[1].split()[2]) == self.group:
-                        rollup = (stat.parent / "smaps_rollup").read_text()
-                        total += int(re.search(r"^Pss:\s+(\d+)", rollup, re.M)[1])
-                except (OSError, TypeError):
-                    continue
-            self.peak = max(self.peak, total / 1024)
+def child(kind, processes, rounds, folder):
+    if kind == "fit":
+        return command(processes, rounds, folder)
+    store = os.path.join(folder, "store")
+    if processes == 1:
+        bare(0, 1, rounds, store)
+    else:
+        arguments = (processes, rounds, store)
+        torch.multiprocessing.start_processes(bare, arguments, processes, start_method="fork")
+    return 0
 
 
 def measure(kind, processes, rounds):
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--run", kind, str(processes), str(rounds), folder]
-        begin = time.time()
-        child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        memory = Memory(child.pid)
-        memory.start()
-        out, err = child.communicate(timeout=600)
-        took = time.time() - begin
-        memory.ended.set()
-    if child.returncode:
-        sys.exit(f"{' '.join(command)}: {err}")
-    ends = [float(line.split()[1]) for line in out.splitlines() if line.startswith("ROUND")]
-    assert len(ends) == rounds
-    return took, ends[0] - begin, (ends[-1] - ends[0]) / (rounds - 1), memory.peak
+        done = run(python("processes.py", "--run", kind, processes, rounds, folder))
+    assert len(done.ends) == rounds
+    later = (done.ends[-1] - done.ends[0]) / (rounds - 1)
+    return done.seconds, done.ends[0], later, done.peak
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=20)
+    options(parser, repeat=3)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--only", default="", help="contestants whose name matches")
     parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.run:
-        kind, processes, rounds, folder = options.run
-        processes, rounds = int(processes), int(rounds)
-        if kind == "fit":
-            sys.exit(fit(processes, rounds, folder))
-        store = os.path.join(folder, "store")
-        if processes == 1:
-            bare(0, 1, rounds, store)
-        else:
-            arguments = (processes, rounds, store)
-            torch.multiprocessing.start_processes(bare, arguments, processes, start_method="fork")
-        return
-    names = [name for name in CONTESTANTS if re.search(options.only, name)]
+    given = parser.parse_args()
+    if given.run:
+        kind, processes, rounds, folder = given.run
+        sys.exit(child(kind, int(processes), int(rounds), folder))
+    names = [name for name in CONTESTANTS if re.search(given.only, name)]
+    rounds = given.rounds or (2 if given.toy else 20)
     taken = {name: [] for name in names}
-    for _ in range(options.repeat):  # in turns: what else the machine does hits all alike
+    for _ in range(1 if given.toy else given.repeat):  # in turns: what else runs hits all alike
         for name in names:
-            taken[name].append(measure(*CONTESTANTS[name], options.rounds))
-    print(f"| {'what':30} | command s | first round s | s/round | PSS MiB |")
-    print(f"|{'-' * 32}|{'---:|' * 4}")
+            taken[name].append(measure(*CONTESTANTS[name], rounds))
     medians = {
         n: [statistics.median(column) for column in zip(*t, strict=True)] for n, t in taken.items()
     }
-    for name, (whole, first, later, peak) in medians.items():
-        print(f"| {name:30} | {whole:.1f} | {first:.1f} | {later:.3f} | {peak:.0f} |")
-    if options.only:
-        return
-    for column, what in ((0, "command"), (2, "round")):
-        two, one = medians["fedmuon fit, 2 processes"], medians["fedmuon fit, 1 process"]
-        bare_two = medians["bare loop, 2 processes, gloo"]
-        ratio = {"over the bare loop": two[column] / bare_two[column]}
-        ratio["over one process"] = two[column] / one[column]
-        print(what, json.dumps({k: round(v, 3) for k, v in ratio.items()}))
+    heads = ["what", "command s", "first round s", "s/round", "PSS MiB"]
+    table = markdown(
+        heads,
+        [
+            [name, f"{whole:.1f}", f"{first:.1f}", f"{later:.3f}", f"{peak:.0f}"]
+            for name, (whole, first, later, peak) in medians.items()
+        ],
+    )
+    rows = {}
+    if {FIT_2, BARE_2} <= set(medians):
+        rows["fit_2"] = medians[FIT_2][0] / medians[BARE_2][0]
+    if FIT_1 in medians:
+        rows["first_1"] = medians[FIT_1][1]
+    if FIT_2 in medians:
+        rows["first_2"] = medians[FIT_2][1]
+        rows["memory_2"] = medians[FIT_2][3] / 1024
+    report(given.json, table, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from . import engine
 from .algorithms.base import Algorithm
 from .clients import ClientStack, clip_per_client, trainable
 from .data.datamodule import FederatedDataModule
-from .data.partition import IntArray
+from .data.partition import IntArray, Partition
 from .data.sampling import evaluated_clients
 from .errors import ConfigError
 from .optim.orthogonalize import autocast_off
@@ -108,6 +108,7 @@ class FederatedModule(LightningModule):
             raise ConfigError("the network has no trainable parameter")
         self.evaluators = torch.nn.ModuleDict({s: self._metrics(s) for s in ("val", "test")})
         self._evaluation: dict[str, float] = {}
+        self._shares: tuple[Partition, Tensor] | None = None
         self._at_once = 1
         self._channels_last = False
 
@@ -331,9 +332,11 @@ class FederatedModule(LightningModule):
 
     def _client_accuracy(self, by_class: Tensor) -> dict[str, float]:
         """Per-class test accuracy weighted by each client's label shares."""
-        clients = evaluated_clients(self.data.partition.clients_with_data)
-        shares = torch.from_numpy(self.data.label_shares(clients))
-        accuracy = (shares @ by_class.double().cpu()).sort().values
+        partition = self.data.partition
+        if self._shares is None or self._shares[0] is not partition:  # once: it follows N
+            clients = evaluated_clients(partition.clients_with_data)
+            self._shares = partition, torch.from_numpy(self.data.label_shares(clients))
+        accuracy = (self._shares[1] @ by_class.double().cpu()).sort().values
         worst = accuracy[: math.ceil(len(accuracy) / 10)]
         return {
             "client/acc_mean": float(accuracy.mean()),

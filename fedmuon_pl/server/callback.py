@@ -278,12 +278,12 @@ class FederatedServer(Callback):
     def _commit_and_merge(self, trainer: Trainer) -> None:
         """Writes the per-client state and adds up what all processes have received."""
         strategy = trainer.strategy
+        # Counted, not looked up: the folder has a file for every round.
+        self.store.commit(self._next_file + self.rank)
+        self._next_file += self.ranks
         if self.ranks == 1:
-            self.store.commit()
             stop = getattr(strategy, "stop_requested", False)
         else:
-            self.store.commit(self._next_file + self.rank)
-            self._next_file += self.ranks
             stop = merge_round(self, strategy)
         if stop:
             trainer._signal_connector.received_sigterm = True  # Lightning stops at the round's end

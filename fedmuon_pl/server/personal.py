@@ -105,15 +105,14 @@ class PersonalEvaluation(Callback):
         Returns:
             The measurements by tag.
         """
-        data, algorithm = module.data, module.algorithm
-        server = find(trainer, FederatedServer)
+        algorithm, server = module.algorithm, find(trainer, FederatedServer)
         store = server.store
         x = [p.detach() for p in trainable(module.network).values()]
         buffers = dict(module.network.named_buffers())
         stack = ClientStack(module.network, 1)
         modes = [(part, part.training) for part in stack.shell.modules()]
         accuracy = _Accuracy(trainer, module)
-        clients = evaluated_clients(data.partition.clients_with_data, self.max_clients)
+        clients = evaluated_clients(server.candidates, self.max_clients)
         table = torch.zeros(len(clients), 2, dtype=torch.float64)  # each process fills its rows
         for row in range(server.rank, len(clients), server.ranks):
             client = int(clients[row])

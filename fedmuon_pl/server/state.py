@@ -6,9 +6,11 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,9 +141,12 @@ class ClientStore:
 
     def state_dict(self) -> dict[str, Any]:
         """The index in plain values."""
-        rows = [(c, *at) for c, at in sorted(self._index.items())]
+        # Without a Python object a row: a checkpoint is written every round.
+        clients = np.fromiter(self._index, np.int64, len(self._index))
+        places = np.fromiter(chain.from_iterable(self._index.values()), np.int64, 3 * len(clients))
+        rows = np.column_stack([clients, places.reshape(-1, 3)])[np.argsort(clients)]
         return {
-            "index": torch.tensor(rows, dtype=torch.int64).view(-1, 4),
+            "index": torch.from_numpy(rows),
             "folder": "" if self.folder is None else str(self.folder.resolve()),
         }
 
