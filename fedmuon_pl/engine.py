@@ -6,14 +6,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .clients import channels_last_fault, convolution_kernels, side_by_side_fault
+from .clients import (
+    ClientStack,
+    channels_last_fault,
+    convolution_kernels,
+    nbytes,
+    side_by_side_fault,
+    trainable,
+)
 from .data.partition import IntArray
 from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .module import FederatedModule
 
-__all__ = ["blocks", "channels_last", "clients_at_once", "seed_forward"]
+__all__ = [
+    "blocks",
+    "channels_last",
+    "client_memory",
+    "clients_at_once",
+    "even_blocks",
+    "free_memory",
+    "seed_forward",
+]
 
 
 def blocks(
@@ -65,11 +80,65 @@ def clients_at_once(module: "FederatedModule", device: torch.device) -> int:
         fault = side_by_side_fault(module.network, module.task.loss, _few_samples(module, 2))
     else:
         fault = "the local optimiser couples the elements of a tensor"
-    if fault is None:
-        return cohort if asked == "auto" else min(asked, cohort)
-    if asked == "auto":
+    if asked != "auto":
+        if fault is None:
+            return min(asked, cohort)
+        raise ConfigError(f"model.clients_at_once={asked}: {fault}; use 1")
+    if fault is not None:
         return 1
-    raise ConfigError(f"model.clients_at_once={asked}: {fault}; use 1")
+    before = module.server.restored_engine
+    if before.get("device") == device.type and before.get("clients_at_once", cohort + 1) <= cohort:
+        return int(before["clients_at_once"])  # the free memory may differ, results should not
+    free = free_memory(device)
+    return cohort if free is None else even_blocks(cohort, free // client_memory(module))
+
+
+def even_blocks(cohort: int, most: int) -> int:
+    """The size of the fewest blocks of at most ``most`` clients that a cohort is cut into evenly.
+
+    A cohort of 100 of which 60 fit trains as 50 and 50; what little does not fit costs a block.
+    """
+    number = -(-cohort // max(1, min(most, cohort)))
+    return -(-cohort // number)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that new tensors may take there, a tenth left alone; None where nobody can tell."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + cached) * 9 // 10
+
+
+def client_memory(module: "FederatedModule") -> int:
+    """About how many bytes one more client side by side takes.
+
+    Twice what a forward of a whole batch keeps for its backward, measured on one client (a backward
+    holds as much again where it is widest), and eight times the trained weights: themselves,
+    their gradient, two moments, a step's direction, what is uploaded, and the displacement in
+    float64.
+    """
+    network = module.network
+    stack = ClientStack(network, 1)
+    weights = nbytes(stack.x)
+    stack.load([p.detach() for p in trainable(network).values()], dict(network.named_buffers()))
+    own = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *stack.x)}
+    kept: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    batch = _few_samples(module, 1, module.data.batch_size)
+    with (
+        torch.random.fork_rng([stack.x[0].device] if stack.x[0].is_cuda else []),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda t: t),
+    ):
+        module.losses(stack, batch)
+    return 2 * sum(kept.values()) + 8 * weights
 
 
 def channels_last(module: "FederatedModule", x: Tensor, at_once: int) -> bool:
@@ -99,9 +168,9 @@ def channels_last(module: "FederatedModule", x: Tensor, at_once: int) -> bool:
         return channels_last_fault(module.network, module.task.loss, few) is None
 
 
-def _few_samples(module: "FederatedModule", clients: int) -> Any:  # noqa: ANN401
-    """A batch ``(clients, 4, ...)`` for a trial, of the first client's data."""
-    client, wanted = int(module.server.candidates[0]), clients * 4
+def _few_samples(module: "FederatedModule", clients: int, batch: int = 4) -> Any:  # noqa: ANN401
+    """A batch ``(clients, batch, ...)`` for a trial, of the first client's data."""
+    client, wanted = int(module.server.candidates[0]), clients * batch
     samples = torch.from_numpy(module.data.partition[client][:wanted].astype("int64"))
-    indices = samples.repeat(wanted)[:wanted].view(clients, 4)
+    indices = samples.repeat(wanted)[:wanted].view(clients, batch)
     return module.data.gather(indices.to(module.device))

@@ -52,8 +52,10 @@ class FederatedModule(LightningModule):
         client_clip_norm: Clips each client's gradient, after the method's correction, to this
             global norm at every local step; None for no clipping.
         clients_at_once: How many clients train side by side: a number, or ``"auto"`` for one on a
-            CPU and the whole cohort on an accelerator (one if the forward draws random numbers,
-            as dropout does, since they would depend on the block, or cannot run side by side).
+            CPU and on an accelerator the whole cohort, or where it does not fit into the free
+            memory the fewest even blocks that do (one if the forward draws random numbers, as
+            dropout does, since they would depend on the block, or cannot run side by side). A
+            resumed run keeps its number.
         channels_last: Whether the clients' convolutions run with their kernels in memory as
             (out, kh, kw, in), which changes speed and the last bits only. ``"auto"``: where it is
             the faster and the network allows it, see :func:`fedmuon_pl.engine.channels_last`.
@@ -61,7 +63,7 @@ class FederatedModule(LightningModule):
             ``seed_everything``.
 
     Raises:
-        ConfigError: If an argument makes no sense.
+        ConfigError: If an argument makes no sense; in training, if memory runs out.
     """
 
     def __init__(
@@ -205,7 +207,10 @@ class FederatedModule(LightningModule):
                 self._at_start.cohort(plan)
             work = {c: self._batches(plan, c) for c in plan.share}
             for clients, batches in engine.blocks(work, self._at_once):
-                self._train_block(plan, clients, batches)
+                try:
+                    self._train_block(plan, clients, batches)
+                except torch.OutOfMemoryError as e:
+                    raise _too_many(len(clients)) from e
                 self._advance(len(clients))
             self._advance(len(plan.clients) - len(plan.share))
             self.server.close_round(self.trainer, self)
@@ -344,3 +349,11 @@ class FederatedModule(LightningModule):
         """What was measured since the last call, by tag; empty if nothing was."""
         values, self._evaluation = self._evaluation, {}
         return values
+
+
+def _too_many(clients: int) -> ConfigError:
+    fewer = f"set model.clients_at_once={clients // 2}" if clients > 1 else "lower data.batch_size"
+    return ConfigError(
+        f"out of memory with {clients} client{'s' * (clients > 1)} side by side; {fewer} "
+        "(the run can be resumed so)"
+    )

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from federation import ClientLists, TinyNet, federate, trainer
+from hypothesis import given
+from hypothesis import strategies as st
 from networks import NETWORKS, batch_norm
 from pytorch_lightning import Callback, Trainer
 from test_aggregate import make_data
@@ -126,6 +128,70 @@ def test_dropout_is_one_client_at_a_time(tmp_path):
     assert engine.clients_at_once(learner, accelerator) == 1
     _, learner = federate(FedAvg(0.1), make_data([8] * 3), tmp_path, rounds=1)
     assert engine.clients_at_once(learner, accelerator) == 3
+
+
+def test_auto_takes_even_blocks_that_fit_the_free_memory(tmp_path, monkeypatch):
+    accelerator = torch.device("meta")
+    _, learner = federate(FedAvg(0.1), make_data([8] * 10), tmp_path, cohort=10, rounds=1)
+    need = engine.client_memory(learner)
+    for free, expected in [(10.5, 10), (9.9, 5), (5.1, 5), (4.9, 4), (3.3, 3), (1.1, 1), (0, 1)]:
+        monkeypatch.setattr(engine, "free_memory", lambda _, free=free: int(free * need))
+        assert engine.clients_at_once(learner, accelerator) == expected, free
+    # A run that is resumed on the same kind of device keeps its blocks, whatever is free now.
+    saved = learner.server.state_dict()
+    saved["engine"] |= {"device": "meta", "clients_at_once": 3}
+    learner.server.load_state_dict(saved)
+    assert engine.clients_at_once(learner, accelerator) == 3
+    saved["engine"] |= {"device": "cuda"}
+    assert engine.clients_at_once(learner, accelerator) == 1
+
+
+@given(st.integers(1, 2000), st.integers(0, 3000))
+def test_even_blocks(cohort, most):
+    size = engine.even_blocks(cohort, most)
+    number = -(-cohort // size)
+    assert 1 <= size <= max(1, min(most, cohort))
+    assert number == -(-cohort // max(1, min(most, cohort)))  # no more blocks than needed
+    assert size * number - cohort < number  # as even as whole clients can be
+
+
+def test_the_memory_of_a_client_is_what_its_tensors_take(tmp_path):
+    """In float64: 16 x 5 and 5 x 3 weights; batches of 8 of which each layer keeps its input."""
+
+    def network():
+        layers = [nn.Linear(16, 5, bias=False), nn.Sigmoid(), nn.Linear(5, 3, bias=False)]
+        return nn.Sequential(nn.Flatten(), *layers)
+
+    _, learner = federate(
+        FedAvg(0.1), make_data([8] * 3), tmp_path, network=network, rounds=1, batch_size=8
+    )
+    inputs, hidden = 8 * 16, 8 * 5  # Sigmoid keeps its output, which is the next layer's input
+    logits = 8 * 3  # log-softmax keeps its output, too
+    targets = 8  # int64
+    weights = 16 * 5 + 5 * 3
+    scalar = 1  # the sum of the loss's weights
+    elements = 2 * (inputs + hidden + logits + targets + scalar) + 8 * weights
+    assert engine.client_memory(learner) == 8 * elements
+
+
+@pytest.mark.parametrize(("at_once", "said"), [(3, "set model.clients_at_once=1"), (1, "lower da")])
+def test_out_of_memory_says_what_to_do(at_once, said, tmp_path):
+    training = []
+
+    class Full(TinyNet):
+        def forward(self, x):
+            if training:
+                raise torch.OutOfMemoryError("no more")
+            return super().forward(x)
+
+    class Begun(Callback):
+        def on_train_batch_start(self, *_):
+            training.append(True)
+
+    run = partial(federate, FedAvg(0.1), make_data([8] * 3), tmp_path, network=Full)
+    clients = "3 clients" if at_once == 3 else "1 client"
+    with pytest.raises(ConfigError, match=f"out of memory with {clients} side by side; {said}"):
+        run(clients_at_once=at_once, callbacks=[Begun()])
 
 
 def test_an_optimiser_that_couples_elements_is_one_client_at_a_time(tmp_path):

@@ -13,6 +13,7 @@ from .runs import progress
 __all__ = ["Cost", "estimate"]
 
 _REPEATS = 3
+_START = 5.0  # seconds from the command to the first round, with one of two slow cores
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Cost:
         bytes: On disk.
         step: Seconds of one local step without orthogonalisation.
         orthogonalise: Seconds that orthogonalising all matrices adds to it.
+        forward: Seconds of one batch in an evaluation.
         device: What it was measured on.
     """
 
@@ -31,6 +33,7 @@ class Cost:
     bytes: int
     step: float
     orthogonalise: float
+    forward: float
     device: str
 
 
@@ -39,8 +42,9 @@ def estimate(
 ) -> Cost:
     """Measures a step of the first run's network and multiplies.
 
-    Counted are the local steps, the orthogonalisation of those that do it, and the evaluations;
-    not the start of each run (seconds), nor passes over a client's whole data (Mime). Disk: two
+    Counted are the local steps, the orthogonalisation of those that do it, the evaluations on
+    validation and test images, and five seconds for the start of each run; not passes over a
+    client's whole data (Mime), nor that runs side by side slow each other. Disk: two
     checkpoints a run, and the state of every client for the methods that keep one.
 
     Args:
@@ -98,13 +102,16 @@ def estimate(
         method = str(run.settings.get("model.algorithm.init_args.orthogonalizer", "none"))
         a_step = one + (more if method != "none" else 0.0)
         every = int(run.settings.get("trainer.check_val_every_n_epoch", 1))
-        seconds += rounds * (local * a_step + test_samples / batch * forward / every)
+        held_out = float(run.settings.get("data.init_args.val_size", 0))
+        evaluated = test_samples + (held_out if held_out >= 1 else 0)
+        seconds += rounds * (local * a_step + evaluated / batch * forward / every)
+        seconds += _START if rounds else 0.0
         size += 2 * 3 * 4 * weights
         if run.method not in kept:
             algorithm = build("algorithm", run.settings)
             kept[run.method] = sum(len(m.client_state) for m in algorithm.mechanisms)
         size += kept[run.method] * int(run.settings["data.init_args.clients"]) * 4 * weights
-    return Cost(seconds, size, one, more, str(device))
+    return Cost(seconds, size, one, more, forward, str(device))
 
 
 def _seconds(work: Callable[[], None], device: object) -> float:

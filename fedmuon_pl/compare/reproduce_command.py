@@ -106,7 +106,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     outcomes: list[Outcome] = []
-    tables, notes = [], []
+    sections: list[tuple[str, render.Grid, str]] = []
     output = Path(options.output) if options.output else folder / "results"
     for case, plan in plans.items():
         with SweepView(console, plan.runs(folder / case.name), plan.choose.metric) as view:
@@ -121,12 +121,11 @@ def _reproduce(options: argparse.Namespace) -> int:
         if not data:
             continue
         grid = beside(reproduction, case, data)
-        tables.append(grid)
         console.print()
         console.print(render.to_rich(grid))
-        notes.append(_curves(reproduction, case, data, output))
-    if tables:
-        _write(reproduction, tables, notes, outcomes, output, options)
+        sections.append((case.name, grid, _curves(reproduction, case, data, output)))
+    if sections:
+        _write(reproduction, sections, outcomes, output, options)
         console.print(f"Tables and curves: {output}", soft_wrap=True)
     return show_failures(console, outcomes)
 
@@ -190,8 +189,7 @@ def _curves(reproduction: Reproduction, case: Case, data: Sequence[RunData], out
 
 def _write(
     reproduction: Reproduction,
-    tables: Sequence[render.Grid],
-    notes: Sequence[str],
+    sections: Sequence[tuple[str, render.Grid, str]],
     outcomes: Sequence[Outcome],
     output: Path,
     options: argparse.Namespace,
@@ -200,14 +198,13 @@ def _write(
     parts = [f"# {reproduction.title}\n"]
     if options.smoke:
         parts.append("**A smoke test on generated files: these numbers say nothing.**\n")
-    for grid, note in zip(tables, notes, strict=True):
-        case = grid.title.rpartition(", ")[2]
+    for case, grid, note in sections:
         parts += [f"## {case}\n", render.to_markdown([grid]), f"{note}\n" if note else ""]
         parts.append(f"![Curves]({reproduction.name}-{case}.png)\n")
     finished = [o.run.folder for o in outcomes if o.status in ("done", "skipped")]
     parts.append(_record(finished, options))
     write(output / f"{reproduction.name}.md", "\n".join(part for part in parts if part))
-    write(output / f"{reproduction.name}.tex", render.to_latex(tables))
+    write(output / f"{reproduction.name}.tex", render.to_latex([grid for _, grid, _ in sections]))
 
 
 def _record(folders: Sequence[Path], options: argparse.Namespace) -> str:

@@ -366,6 +366,11 @@ class FederatedServer(Callback):
         self._rounds_done = state_dict["rounds_done"]
         self._total_bytes = state_dict["total_bytes"]
 
+    @property
+    def restored_engine(self) -> dict[str, Any]:
+        """The engine of the checkpoint that is being resumed; empty in a new run."""
+        return self._restored["engine"] if self._restored else {}
+
     def _restore(self, trainer: Trainer, module: "FederatedModule", state: dict[str, Any]) -> None:
         module.algorithm.load_state_dict(state["algorithm"])
         self.diagnostics.load_state_dict(state["diagnostics"])
