@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from fedmuon_pl.cli import main
+from fedmuon_pl.compare.plan import LAUNCHER
 from fedmuon_pl.data.datamodule import FederatedDataModule
 from fedmuon_pl.errors import NonFiniteUpdate
 from fedmuon_pl.server.callback import FederatedServer
@@ -209,6 +211,42 @@ def run_several(args, stderr, env=(), act=None, round=1):
     os.environ.update(env)
     with nullcontext() if act is None else interrupted(round, blocks=1, act=ACTS[act]):
         sys.exit(main(args))
+
+
+class ForkedRun:
+    """In place of ``subprocess.Popen`` for the runs of a sweep: see fixture ``forked``."""
+
+    def __init__(self, command, *, stdin, stdout, stderr, env, start_new_session):
+        assert tuple(command[:4]) == LAUNCHER
+        assert (stdin, stderr, start_new_session) == (subprocess.DEVNULL, subprocess.STDOUT, True)
+        args = command[3:], stdout.name, dict(env), os.getcwd()
+        self._process = _PROCESSES.Process(target=_run_of_a_sweep, args=args)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self):
+        self._process.join()
+        return self.returncode
+
+
+def _run_of_a_sweep(args, log, env, folder):
+    os.setsid()
+    os.chdir(folder)
+    sys.path.insert(0, folder)  # as `python -m` does
+    os.environ.clear()
+    os.environ.update(env)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    out = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.exit(main(args))
 
 
 def _rank():

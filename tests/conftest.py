@@ -1,3 +1,6 @@
+import functools
+import sys
+
 import pytest
 import torch
 
@@ -6,6 +9,39 @@ import torch
 def _one_thread():
     """The same numbers on every machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _each_picture_once():
+    """A run's picture of its partition takes longer than a small run trains: drawn once for all."""
+    pages = sys.modules.get("fedmuon_pl.tensorboard")
+    if pages is None or hasattr(pages._partition_picture, "__wrapped__"):
+        return
+    drawn, draw = {}, pages._partition_picture
+
+    @functools.wraps(draw)
+    def picture(partition, labels, classes):
+        key = partition.digest(), labels.tobytes(), classes
+        if key not in drawn:
+            drawn[key] = draw(partition, labels, classes)
+        return drawn[key]
+
+    pages._partition_picture = picture
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """The runs of a sweep are forks of a process that has imported everything, not new ones.
+
+    Each has a session, a log and an exit status of its own, as before; a start costs a tenth.
+    """
+    import subprocess
+    from types import SimpleNamespace
+
+    from cli_runs import ForkedRun
+
+    names = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT, "Popen": ForkedRun}
+    monkeypatch.setattr("fedmuon_pl.compare.execute.subprocess", SimpleNamespace(**names))
 
 
 @pytest.fixture(scope="session")

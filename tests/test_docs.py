@@ -15,7 +15,10 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def test_a_method_from_file_to_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    forked: None,
 ) -> None:
     text = (DOCS / "add-your-method.md").read_text()
     blocks = re.findall(r"```(\w+)\n(.*?)```", text, re.S)
@@ -33,7 +36,6 @@ def test_a_method_from_file_to_figure(
     short |= {"seeds": [0], "set": {"trainer.max_epochs": 2}}
     (tmp_path / "configs/plan/idea.yaml").write_text(yaml.safe_dump(short))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
     for line in commands.splitlines():
         program, *arguments = line.split()
         assert program == "fedmuon"

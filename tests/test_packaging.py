@@ -1,9 +1,11 @@
 """What a user installs: the wheel with its configurations, and what the README says."""
 
+import os
 import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -46,31 +48,42 @@ def test_wheel_carries_the_configurations(tmp_path):
     (site / "dependencies.pth").write_text(f"{torch_home}\n")
     run = [python, "-m", "fedmuon_pl", "fit", "-c", "base", "-c", "experiment/mnist5k"]
     flags = ["-c", "algorithm/fedmuon", "--trainer.max_epochs=1", "--threads=1"]
-    done = subprocess.run([*run, *flags], cwd=empty, capture_output=True, text=True)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([*run, *flags], cwd=empty, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (empty / "runs/mnist5k/fedmuon-s0/done").is_file()
     where = "import fedmuon_pl; print(fedmuon_pl.__file__)"
     file = subprocess.run(
-        [python, "-c", where], cwd=empty, check=True, capture_output=True, text=True
+        [python, "-c", where], cwd=empty, env=env, check=True, capture_output=True, text=True
     ).stdout
     assert str(site) in file
 
 
-def test_readme_quickstart_makes_table_picture_and_events(tmp_path):
+def test_readme_quickstart_makes_table_picture_and_events(tmp_path, monkeypatch, capsys, forked):
     commands = [line.split("#")[0].split() for line in blocks("bash")[0].splitlines()]
     assert commands == [["make", "quickstart"], ["make", "test"]]
     # The second is what runs this test; the first runs here, shortened by the Makefile's own means.
-    short = ["ROUNDS=1", "SEEDS=0", f"RUNS={tmp_path}", f"VENV={sys.prefix}"]
+    # What make calls is a note of its words; the command itself runs in this process.
+    venv, words = tmp_path / "venv", tmp_path / "words"
+    (venv / "bin").mkdir(parents=True)
+    (venv / ".installed").touch()
+    (venv / "bin/fedmuon").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {words}\n")
+    (venv / "bin/fedmuon").chmod(0o755)
+    short = ["ROUNDS=1", "SEEDS=0", f"RUNS={tmp_path}", f"VENV={venv}"]
     done = subprocess.run(
         ["make", "-C", PROJECT, "quickstart", *short], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(PROJECT)
+    (command,) = entry_points(group="console_scripts", name="fedmuon")
+    assert command.load()(words.read_text().splitlines()) == 0
+    shown = capsys.readouterr().out
     folder = tmp_path / "mnist5k"
     for method in ("fedmuon", "local_muon", "fedavg", "scaffold", "fedadam"):
         assert (folder / f"{method}-s0" / "done").is_file()
-        assert re.search(rf"\b{method}\b", done.stdout)
+        assert re.search(rf"\b{method}\b", shown)
     assert (folder / "compare" / "curves.png").stat().st_size > 10_000
-    assert f"tensorboard --logdir {folder}" in done.stdout
+    assert f"tensorboard --logdir {folder}" in shown
 
 
 def test_readme_commands_run(tmp_path, monkeypatch):

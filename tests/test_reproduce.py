@@ -75,7 +75,7 @@ def test_what_a_reproduction_must_not_say(tmp_path, key, value, sentence):
         load_reproduction(path).check()
 
 
-def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch):
+def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch, forked):
     monkeypatch.chdir(tmp_path)
     words = ["reproduce", "lmo", "--smoke", "--root", "r", "-o", "out"]
     assert main([*words, "--only", "fedavg_momentum", "fedmuon", "--jobs", "2"]) == 0
