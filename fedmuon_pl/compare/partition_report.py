@@ -197,7 +197,7 @@ def _bars(figure: "Figure", counts: Counts, names: list[str], xlabel: str) -> No
         corners = np.stack([np.stack(corner, -1) for corner in sides], 1)  # (bars, 4, 2)
         axis.add_collection(
             PolyCollection(
-                corners, facecolors=colour, edgecolors="white", linewidths=0.3, label=str(k)
+                list(corners), facecolors=colour, edgecolors="white", linewidths=0.3, label=str(k)
             ),
             autolim=False,
         )
