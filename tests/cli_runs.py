@@ -177,7 +177,10 @@ def interrupted(round, blocks=2, act=None):
 
 # A fresh interpreter, not a fork of this one, imports everything once and is the parent of all.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["fedmuon_pl.training", "cli_runs"])
+# What a run imports only when it needs it is imported there too.
+_LATE = ["sklearn.datasets", "matplotlib.backends.backend_agg", "matplotlib.image"]
+_LATE += ["fedmuon_pl.compare.partition_report", "tensorboard.plugins.hparams.plugin_data_pb2"]
+_PROCESSES.set_forkserver_preload(["fedmuon_pl.training", "cli_runs", *_LATE])
 
 
 def in_a_process(function, *args):

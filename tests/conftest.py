@@ -2,12 +2,20 @@ import functools
 import sys
 
 import pytest
-import torch
+
+LONG = ("parallel", "packaging", "reproduce", "docs", "search", "resume", "determinism")
+
+
+def pytest_collection_modifyitems(items):
+    """Files with long tests first, so that no worker ends with one when the other has nothing."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
     """The same numbers on every machine."""
+    import torch  # not above: xdist's own process needs none
+
     torch.set_num_threads(1)
 
 
@@ -47,6 +55,7 @@ def forked(monkeypatch):
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """Gives an algorithm's run on digits that nothing disturbed; each is trained once."""
+    import torch
     from cli_runs import straight_and_stopped
 
     runs = {}

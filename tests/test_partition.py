@@ -15,6 +15,7 @@ from rich.console import Console
 from scipy import stats
 
 from fedmuon_pl.compare.partition_report import (
+    _COLOURS,
     effective_classes,
     partition_figure,
     partition_table,
@@ -466,6 +467,25 @@ def test_figure_is_written(tmp_path: Any, clients: int, classes: int, suffix: st
     p = DirichletByClass(0.05)(labels, clients, 0)
     path = partition_figure(p, labels, classes, tmp_path / "new" / f"p.{suffix}", title="A title")
     assert path.stat().st_size > 4000
+
+
+def test_bars_are_as_high_as_the_counts(tmp_path: Any) -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    # Of the three classes 30, 60 and 40 in all; the last client has none.
+    counts = np.array([[30, 10, 0], [0, 20, 40], [0, 30, 0], [0, 0, 0]])
+    labels = np.repeat(np.tile(np.arange(3), 4), counts.ravel())
+    clients = np.repeat(np.arange(4), counts.sum(axis=1))
+    p = Partition.from_lists([np.flatnonzero(clients == i) for i in range(4)])
+    picture = imread(partition_figure(p, labels, 3, tmp_path / "p.png"))[..., :3]
+    bars = picture[:, : int(0.88 * picture.shape[1])]  # without the legend
+    found = [abs(bars - np.array(to_rgb(c))).max(axis=-1) < 0.01 for c in _COLOURS[:3]]
+    areas = np.array([where.sum() for where in found])
+    np.testing.assert_allclose(areas / areas.sum(), np.array([30, 60, 40]) / 130, atol=0.01)
+    # Stacked in the order of the classes: the first is nearest to the axis.
+    lowest = [np.flatnonzero(where.any(axis=1)).max() for where in found]
+    assert lowest[0] == lowest[1] > lowest[2]
 
 
 def test_figure_refuses(tmp_path: Any) -> None:

@@ -5,11 +5,12 @@ A plan is a YAML file (``configs/plan/``), read by :mod:`fedmuon_pl.compare.plan
 them.
 """
 
+import functools
 import itertools
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -171,8 +172,9 @@ class Plan:
         Raises:
             PlanError: If a YAML that a run needs is missing, or two runs would share a folder.
         """
+        read = functools.cache(lambda file: flatten(read_yaml(file)))  # most runs share files
         runs = [
-            self._run(Path(root or self.root), experiment, entry, point, seed)
+            self._run(Path(root or self.root), experiment, entry, point, seed, read)
             for experiment in self.experiments
             for seed in self.seeds
             for entry in self.entries
@@ -186,7 +188,13 @@ class Plan:
         return runs
 
     def _run(
-        self, root: Path, experiment: str, entry: Entry, point: Mapping[str, Any], seed: int
+        self,
+        root: Path,
+        experiment: str,
+        entry: Entry,
+        point: Mapping[str, Any],
+        seed: int,
+        read: Callable[[Path], Mapping[str, Any]],
     ) -> Run:
         configs = ["base", f"experiment/{experiment}", f"algorithm/{entry.config}"]
         files = [self._config(name) for name in configs]
@@ -197,7 +205,7 @@ class Plan:
         flags = {**self.set, **entry.set, **point}
         settings: dict[str, Any] = {}
         for file in files:
-            settings |= flatten(read_yaml(file))
+            settings |= read(file)
         settings |= flags
         rounds = settings.get("trainer.max_epochs")
         group = experiment.replace("/", "-")

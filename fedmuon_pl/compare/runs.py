@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+try:  # libyaml's parser, ten times as fast
+    from yaml import CSafeLoader as _SafeLoader
+except ImportError:
+    from yaml import SafeLoader as _SafeLoader  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
@@ -63,7 +68,7 @@ class RunData:
     done: bool
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(_SafeLoader):
     """YAML in which ``1e-3`` is a number, as it is for LightningCLI (YAML 1.1 wants ``1.0e-3``)."""
 
 
