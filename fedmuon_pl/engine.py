@@ -28,6 +28,7 @@ __all__ = [
     "even_blocks",
     "free_memory",
     "seed_forward",
+    "too_many",
 ]
 
 
@@ -139,6 +140,15 @@ def client_memory(module: "FederatedModule") -> int:
     ):
         module.losses(stack, batch)
     return 2 * sum(kept.values()) + 8 * weights
+
+
+def too_many(clients: int) -> ConfigError:
+    """What to do when so many clients side by side have run out of memory."""
+    fewer = f"set model.clients_at_once={clients // 2}" if clients > 1 else "lower data.batch_size"
+    return ConfigError(
+        f"out of memory with {clients} client{'s' * (clients > 1)} side by side; {fewer} "
+        "(the run can be resumed so)"
+    )
 
 
 def channels_last(module: "FederatedModule", x: Tensor, at_once: int) -> bool:

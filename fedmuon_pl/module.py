@@ -211,7 +211,7 @@ class FederatedModule(LightningModule):
                 try:
                     self._train_block(plan, clients, batches)
                 except torch.OutOfMemoryError as e:
-                    raise _too_many(len(clients)) from e
+                    raise engine.too_many(len(clients)) from e
                 self._advance(len(clients))
             self._advance(len(plan.clients) - len(plan.share))
             self.server.close_round(self.trainer, self)
@@ -352,11 +352,3 @@ class FederatedModule(LightningModule):
         """What was measured since the last call, by tag; empty if nothing was."""
         values, self._evaluation = self._evaluation, {}
         return values
-
-
-def _too_many(clients: int) -> ConfigError:
-    fewer = f"set model.clients_at_once={clients // 2}" if clients > 1 else "lower data.batch_size"
-    return ConfigError(
-        f"out of memory with {clients} client{'s' * (clients > 1)} side by side; {fewer} "
-        "(the run can be resumed so)"
-    )
