@@ -1,6 +1,7 @@
 """How the engine runs on a machine: blocks of clients, their random streams, what "auto" means."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +26,10 @@ __all__ = [
     "channels_last",
     "client_memory",
     "clients_at_once",
+    "enough_memory",
     "even_blocks",
     "free_memory",
     "seed_forward",
-    "too_many",
 ]
 
 
@@ -66,7 +67,11 @@ def seed_forward(seed: int, device: torch.device) -> None:
 
 
 def clients_at_once(module: "FederatedModule", device: torch.device) -> int:
-    """How many clients train side by side, see :class:`~fedmuon_pl.module.FederatedModule`.
+    """How many clients train side by side.
+
+    ``auto``: one on a CPU; on an accelerator the whole cohort or, where that does not fit into the
+    free memory, the fewest even blocks that do. One where the forward draws random numbers (as
+    dropout does), or cannot run side by side. A resumed run keeps its number.
 
     Raises:
         ConfigError: If more than one was asked for and that is impossible.
@@ -142,13 +147,23 @@ def client_memory(module: "FederatedModule") -> int:
     return 2 * sum(kept.values()) + 8 * weights
 
 
-def too_many(clients: int) -> ConfigError:
-    """What to do when so many clients side by side have run out of memory."""
-    fewer = f"set model.clients_at_once={clients // 2}" if clients > 1 else "lower data.batch_size"
-    return ConfigError(
-        f"out of memory with {clients} client{'s' * (clients > 1)} side by side; {fewer} "
-        "(the run can be resumed so)"
-    )
+@contextmanager
+def enough_memory(clients: int) -> Iterator[None]:
+    """Says what to do when so many clients side by side run out of memory.
+
+    Raises:
+        ConfigError: In the place of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        fewer = (
+            f"set model.clients_at_once={clients // 2}" if clients > 1 else "lower data.batch_size"
+        )
+        raise ConfigError(
+            f"out of memory with {clients} client{'s' * (clients > 1)} side by side; {fewer} "
+            "(the run can be resumed so)"
+        ) from e
 
 
 def channels_last(module: "FederatedModule", x: Tensor, at_once: int) -> bool:

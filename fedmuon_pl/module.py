@@ -52,10 +52,9 @@ class FederatedModule(LightningModule):
         client_clip_norm: Clips each client's gradient, after the method's correction, to this
             global norm at every local step; None for no clipping.
         clients_at_once: How many clients train side by side: a number, or ``"auto"`` for one on a
-            CPU and on an accelerator the whole cohort, or where it does not fit into the free
-            memory the fewest even blocks that do (one if the forward draws random numbers, as
-            dropout does, since they would depend on the block, or cannot run side by side). A
-            resumed run keeps its number.
+            CPU and on an accelerator what fits of the cohort (one if the forward draws random
+            numbers, which would depend on the block), see
+            :func:`fedmuon_pl.engine.clients_at_once`.
         channels_last: Whether the clients' convolutions run with their kernels in memory as
             (out, kh, kw, in), which changes speed and the last bits only. ``"auto"``: where it is
             the faster and the network allows it, see :func:`fedmuon_pl.engine.channels_last`.
@@ -109,8 +108,7 @@ class FederatedModule(LightningModule):
         self.evaluators = torch.nn.ModuleDict({s: self._metrics(s) for s in ("val", "test")})
         self._evaluation: dict[str, float] = {}
         self._shares: tuple[Partition, Tensor] | None = None
-        self._at_once = 1
-        self._channels_last = False
+        self._at_once, self._channels_last = 1, False
 
     # -- Lightning's hooks --------------------------------------------------------------------
 
@@ -208,10 +206,8 @@ class FederatedModule(LightningModule):
                 self._at_start.cohort(plan)
             work = {c: self._batches(plan, c) for c in plan.share}
             for clients, batches in engine.blocks(work, self._at_once):
-                try:
+                with engine.enough_memory(len(clients)):
                     self._train_block(plan, clients, batches)
-                except torch.OutOfMemoryError as e:
-                    raise engine.too_many(len(clients)) from e
                 self._advance(len(clients))
             self._advance(len(plan.clients) - len(plan.share))
             self.server.close_round(self.trainer, self)
