@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-LONG = ("parallel", "packaging", "reproduce", "docs", "search", "resume", "determinism")
+LONG = ("parallel", "packaging", "reproduce", "docs", "search", "resume", "logging", "determinism")
 
 
 def pytest_collection_modifyitems(items):
