@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-LONG = ("parallel", "packaging", "reproduce", "docs", "search", "resume", "logging", "determinism")
+LONG = ("parallel", "packaging", "reproduce", "docs", "search", "benchmarks")
+LONG += ("resume", "logging", "determinism")  # these share runs
 
 
 def pytest_collection_modifyitems(items):
