@@ -152,7 +152,7 @@ def machine():
     }
 
 
-def _busy():
+def busy_seconds():
     """CPU seconds that the whole machine has worked; None where that is not known."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
@@ -173,11 +173,11 @@ class Watch:
 
     def __init__(self):
         self.load = os.getloadavg()[0]
-        self._busy, self._own, self._at = _busy(), _own(), time.time()
+        self._busy, self._own, self._at = busy_seconds(), _own(), time.time()
 
     def others(self):
         """Cores that others have used on average."""
-        now = _busy()
+        now = busy_seconds()
         if now is None or self._busy is None:
             return None
         seconds = time.time() - self._at

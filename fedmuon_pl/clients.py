@@ -8,7 +8,7 @@ once, for any C.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "convolution_kernels",
     "nbytes",
     "persistent_buffers",
+    "random_state_kept",
     "side_by_side_fault",
     "trainable",
 ]
@@ -59,6 +60,11 @@ def persistent_buffers(network: nn.Module) -> dict[str, Tensor]:
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Their size in bytes."""
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    """A context after which the random streams of the CPU and of one device are as before."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def batch_norm_state(network: nn.Module) -> frozenset[str]:
@@ -231,10 +237,8 @@ def channels_last_fault(network: nn.Module, loss: LossFunction, batch: Any) -> s
         loss: ``loss(network, batch)`` of one client.
         batch: A pytree of tensors ``(1, B, ...)``: a few samples of one client.
     """
-    x = [p.detach() for p in trainable(network).values()]
     stack = ClientStack(network, 1, channels_last=True)
-    with torch.random.fork_rng([x[0].device] if x[0].is_cuda else []):
-        stack.load(x, dict(network.named_buffers()))
+    with random_state_kept(stack.x[0].device):
         try:
             stack.losses(loss, batch).sum().backward()  # type: ignore[no-untyped-call]
         except RuntimeError as e:
@@ -257,7 +261,7 @@ def side_by_side_fault(network: nn.Module, loss: LossFunction, batch: Any) -> st
     x = [p.detach() for p in trainable(network).values()]
     buffers = dict(network.named_buffers())
     cuda = x[0].is_cuda
-    with torch.random.fork_rng([x[0].device] if cuda else []):
+    with random_state_kept(x[0].device):
         before = torch.cuda.get_rng_state(x[0].device) if cuda else torch.get_rng_state()
         alone = ClientStack(network, 1)
         expected = []
@@ -272,7 +276,6 @@ def side_by_side_fault(network: nn.Module, loss: LossFunction, batch: Any) -> st
             "the network's forward draws random numbers (dropout?), which would depend on the block"
         )
     both = ClientStack(network, 2)
-    both.load(x, buffers)
     try:
         both.losses(loss, batch).sum().backward()  # type: ignore[no-untyped-call]
     except Exception as e:

@@ -12,8 +12,8 @@ from .clients import (
     channels_last_fault,
     convolution_kernels,
     nbytes,
+    random_state_kept,
     side_by_side_fault,
-    trainable,
 )
 from .data.partition import IntArray
 from .errors import ConfigError
@@ -128,7 +128,6 @@ def client_memory(module: "FederatedModule") -> int:
     network = module.network
     stack = ClientStack(network, 1)
     weights = nbytes(stack.x)
-    stack.load([p.detach() for p in trainable(network).values()], dict(network.named_buffers()))
     own = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *stack.x)}
     kept: dict[int, int] = {}
 
@@ -140,7 +139,7 @@ def client_memory(module: "FederatedModule") -> int:
 
     batch = _few_samples(module, 1, module.data.batch_size)
     with (
-        torch.random.fork_rng([stack.x[0].device] if stack.x[0].is_cuda else []),
+        random_state_kept(stack.x[0].device),
         torch.autograd.graph.saved_tensors_hooks(note, lambda t: t),
     ):
         module.losses(stack, batch)

@@ -12,7 +12,7 @@ from torchmetrics import MetricCollection
 
 from . import engine
 from .algorithms.base import Algorithm
-from .clients import ClientStack, clip_per_client, trainable
+from .clients import ClientStack, clip_per_client, random_state_kept, trainable
 from .data.datamodule import FederatedDataModule
 from .data.partition import IntArray, Partition
 from .data.sampling import evaluated_clients
@@ -200,8 +200,7 @@ class FederatedModule(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
         """This process's clients of the round, then the server's step."""
         plan = self.server.plan or self.server.open_round(self.trainer, self)
-        devices = [self.device] if self.device.type == "cuda" else []
-        with autocast_off(self.device.type), torch.random.fork_rng(devices):
+        with autocast_off(self.device.type), random_state_kept(self.device):
             if self.algorithm.asks_for("cohort"):
                 self._at_start.cohort(plan)
             work = {c: self._batches(plan, c) for c in plan.share}

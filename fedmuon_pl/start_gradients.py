@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .clients import ClientStack, Tensors
+from .clients import ClientStack, Tensors, random_state_kept
 from .engine import blocks, seed_forward
 from .seeding import derive
 from .server.callback import RoundPlan
@@ -81,8 +81,7 @@ class StartGradients:
 
     def of_batch(self, anchor: ClientStack, data: Any) -> Tensors:  # noqa: ANN401
         """A batch's gradient at x^r; the step's own forward then draws the same random numbers."""
-        device = self._module.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with random_state_kept(self._module.device):
             loss = self._module.losses(anchor, data)
         anchor.zero_grad()
         loss.sum().backward()  # type: ignore[no-untyped-call]

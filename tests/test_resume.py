@@ -405,7 +405,7 @@ def values(clients, mark):
 
 def put(store, clients, mark):
     store.put(clients, values(clients, mark))
-    store.commit()
+    store.commit(store.next_number())
 
 
 def holds(store, marks):
@@ -434,7 +434,7 @@ def test_store_without_state_writes_nothing(tmp_path):
     store.put([1, 2], {})
     assert store.load([1], CPU) == {}
     store.discard()
-    store.commit()
+    store.commit(store.next_number())
     assert not (tmp_path / "s").exists()
 
 
@@ -455,7 +455,7 @@ def test_store_pending_is_given_up_or_committed(tmp_path):
     store.discard()
     assert holds(store, {1: 0, 2: 0})
     store.put([2], values([2], 1))
-    store.commit()
+    store.commit(store.next_number())
     assert holds(store, {1: 0, 2: 1})
 
 

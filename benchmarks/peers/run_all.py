@@ -28,7 +28,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from measure import _busy, machine, markdown  # noqa: E402
+from measure import busy_seconds, machine, markdown  # noqa: E402
 
 from fedmuon_pl.compare.compare_command import replace_section  # noqa: E402
 
@@ -74,7 +74,7 @@ class Tree(threading.Thread):
                     pss += p.memory_full_info().pss if turn % 4 == 0 else 0
                 except psutil.Error:
                     continue
-            self.samples.append((time.time(), sum(self.cpu.values()), _busy() or 0.0))
+            self.samples.append((time.time(), sum(self.cpu.values()), busy_seconds() or 0.0))
             self.pss = max(self.pss, pss)
             turn += 1
 

@@ -7,7 +7,7 @@ import torch
 from pytorch_lightning import Callback, Trainer
 from torch import Tensor
 
-from ..clients import ClientStack, trainable
+from ..clients import ClientStack, random_state_kept, trainable
 from ..data.datamodule import Batches, FederatedDataModule
 from ..data.sampling import evaluated_clients
 from ..errors import ConfigError
@@ -95,8 +95,7 @@ class PersonalEvaluation(Callback):
         n = self.every_n_rounds or trainer.max_epochs
         assert n is not None
         if (r + 1) % n == 0:
-            devices = [pl_module.device] if pl_module.device.type == "cuda" else []
-            with autocast_off(pl_module.device.type), torch.random.fork_rng(devices):
+            with autocast_off(pl_module.device.type), random_state_kept(pl_module.device):
                 pl_module.add_evaluation(self.evaluate(trainer, pl_module, r))
 
     def evaluate(self, trainer: Trainer, module: "FederatedModule", round: int) -> dict[str, float]:

@@ -103,17 +103,17 @@ class ClientStore:
         files = [] if self.folder is None else self.folder.glob("*.bin")
         return max((_number(p) for p in files), default=-1) + 1
 
-    def commit(self, number: int | None = None) -> None:
+    def commit(self, number: int) -> None:
         """Writes what :meth:`put` kept to one new file and moves the index.
 
         Args:
-            number: The file's; where several processes write, each has numbers of its own.
+            number: The file's, at least :meth:`next_number`; where several processes write, each
+                has numbers of its own.
         """
         self.fresh = []
         if not self._pending or self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        number = self.next_number() if number is None else number
         path = self.folder / _name(number)
         part = path.with_suffix(".part")
         with part.open("wb") as f:
