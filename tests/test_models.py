@@ -16,6 +16,24 @@ def test_lenet_has_the_weights_of_1998():
     assert weights(LeNet()) == 61_706
 
 
+def test_lenet_is_pooled_relu_with_and_without_a_gradient():
+    torch.manual_seed(0)
+    network = LeNet(in_channels=3, image_size=12, num_classes=5).double()
+    x = torch.randn(7, 3, 12, 12, dtype=torch.float64)
+    x[:, :, ::3] = -1.0  # flat places, where all of a maximum's four are equal
+    h = F.max_pool2d(F.relu(network.conv1(x)), 2)
+    h = F.max_pool2d(F.relu(network.conv2(h)), 2).flatten(1)
+    written = network.fc3(F.relu(network.fc2(F.relu(network.fc1(h)))))
+    weights = list(network.parameters())
+    want = torch.autograd.grad(written.square().sum(), weights)
+    ours = network(x)
+    assert torch.equal(ours, written)
+    for a, b in zip(torch.autograd.grad(ours.square().sum(), weights), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(network(x), written)
+
+
 @pytest.mark.parametrize("norm", ["group", "batch", "released"])
 def test_resnet18_has_the_weights_of_the_released_one(norm):
     network = ResNet18(num_classes=100, norm=norm)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,9 +37,21 @@ class LeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images ``(B, in_channels, image_size, image_size)`` to logits ``(B, num_classes)``."""
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2).flatten(1)
+        x = F.relu(_halve(self.conv1(x)))  # the maximum first: the same, on a quarter of the values
+        x = F.relu(_halve(self.conv2(x))).flatten(1)
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))  # type: ignore[no-any-return]
+
+
+def _halve(x: Tensor) -> Tensor:
+    """The maximum of every 2 x 2 of ``(..., H, W)``, H and W even: ``(..., H / 2, W / 2)``.
+
+    PyTorch's pooling on a CPU looks up where each maximum was, which only a gradient needs, and
+    was four fifths of LeNet's evaluation.
+    """
+    if torch.is_grad_enabled():
+        return F.max_pool2d(x, 2)
+    x = torch.maximum(x[..., ::2, :], x[..., 1::2, :])
+    return torch.maximum(x[..., ::2], x[..., 1::2])
 
 
 class MLP(nn.Sequential):
