@@ -1191,7 +1191,8 @@ def fedadamw(
             if steps_per_round is None
             else b2**steps_per_round
         )
-        trace.record(x, delta=delta, v=v_bar, d={"": torch.tensor(d, dtype=torch.float64)})
+        v_weight = {"": torch.tensor(1 - d, dtype=torch.float64)}
+        trace.record(x, delta=delta, v=v_bar, v_weight=v_weight)
     return trace
 
 
@@ -1215,22 +1216,23 @@ def heavy_ball(beta: float) -> LocalOptimizer:
 
 
 def adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> LocalOptimizer:
-    """Adam's moments m and v, each with the number of steps it has seen; arXiv 1412.6980.
+    """Adam's moments m and v, each with what its weights lack to 1; arXiv 1412.6980.
 
-    E[m] = (1 - b1^s) E[g] after s steps from 0, whichever client made them: averaged with the
-    count, a moment keeps this.
+    E[m] = (1 - b1^s) E[g] after s steps from 0. The mean of several m, of clients that made s_i
+    steps, has E[m] = (1 - sum_i w_i b1^{s_i}) E[g], and so on over the rounds: what is lacking is
+    averaged with the moment.
     """
     b1, b2 = betas
 
     def step(state: State, g: Tensor) -> tuple[State, Tensor]:
         m = b1 * state["m"] + (1 - b1) * g
         v = b2 * state["v"] + (1 - b2) * g**2
-        s, t = state["m_count"] + 1, state["v_count"] + 1
-        direction = m / (1 - b1**s) / (torch.sqrt(v / (1 - b2**t)) + eps)
-        return {"m": m, "v": v, "m_count": s, "v_count": t}, direction
+        m_lacks, v_lacks = b1 * state["m_lacks"], b2 * state["v_lacks"]
+        direction = m / (1 - m_lacks) / (torch.sqrt(v / (1 - v_lacks)) + eps)
+        return {"m": m, "v": v, "m_lacks": m_lacks, "v_lacks": v_lacks}, direction
 
     def empty(p: Tensor) -> State:
-        return {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "m_count": 0, "v_count": 0}
+        return {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "m_lacks": 1, "v_lacks": 1}
 
     return empty, step
 
@@ -1360,7 +1362,7 @@ def fedpac(
             fresh = empty(p)
             theta[name] = {
                 key: weighted({i: theta_i[i][name][key] for i in cohort}, w)
-                if key.removesuffix("_count") in averaged
+                if key.removesuffix("_lacks").removesuffix("_count") in averaged
                 else fresh[key]
                 for key in fresh
             }

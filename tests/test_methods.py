@@ -451,19 +451,19 @@ METHODS = {
         partial(FedLADA, 0.02, alpha=0.4),
         reference.fedlada,
         {"lr": 0.02, "alpha": 0.4},
-        {"alignment.delta_g": "g_a", "second_moment_averaging.v": "v"},
+        {"alignment.delta_g": "g_a", "state_averaging.max_exp_avg_sq": "v"},
     ),
     "fedlada-adam": (
         partial(FedLADA, 0.02, alpha=0.4, beta1=0.8, beta2=0.95, eps=1e-3, amsgrad=False),
         reference.fedlada,
         {"lr": 0.02, "alpha": 0.4, "betas": (0.8, 0.95), "eps": 1e-3, "amsgrad": False},
-        {"second_moment_averaging.v": "v"},
+        {"state_averaging.exp_avg_sq": "v"},
     ),
     "fedadamw": (
         partial(FedAdamW, 0.02, weight_decay=0.1),
         reference.fedadamw,
         {"lr": 0.02, "weight_decay": 0.1},
-        {"alignment.delta_g": "delta", "carried_decay.d": "d"},
+        {"alignment.delta_g": "delta", "state_averaging.exp_avg_sq_weight": "v_weight"},
     ),
     "fedadamw-full": (
         partial(
@@ -487,7 +487,10 @@ METHODS = {
             "block_mean": lambda name, v: v,
             "shrink_local": True,
         },
-        {"second_moment_averaging.v": "v", "carried_decay.d": "d"},
+        {
+            "state_averaging.exp_avg_sq": "v",
+            "state_averaging.exp_avg_sq_weight": "v_weight",
+        },
     ),
 }
 

@@ -98,11 +98,11 @@ def test_a_placed_gram_is_the_first_basis():
     p = torch.nn.Parameter(randn(3, 3))
     optimizer = SOAP([p], skip_first=False)
     grams = [g @ g.T for g in (randn(3, 3, seed=1), randn(3, 3, seed=2))]
-    optimizer.state[p].update(gram_0=grams[0].clone(), gram_1=grams[1].clone(), step_gram=2.0)
+    optimizer.state[p].update(gram_0=grams[0].clone(), gram_1=grams[1].clone(), gram_weight=0.4)
     p.grad = randn(3, 3, seed=3)
     optimizer.step()
     state = optimizer.state[p]
-    assert state["step_gram"] == 3
+    assert state["gram_weight"] == pytest.approx(0.95 * 0.4 + 0.05, abs=1e-15)
     for d, gram in enumerate(grams):
         q = state[f"basis_{d}"]
         eigenvalues = torch.linalg.eigvalsh(gram).flip(0)

@@ -1,51 +1,14 @@
 """FedAdamW: local AdamW with a shared second moment and a shared direction."""
 
+from functools import partial
 from typing import Literal
 
-import torch
+from ..optim.adamw import AdamW
+from .base import Algorithm, ServerRule
+from .local import TorchRule
+from .mechanisms import Alignment, StateAveraging
 
-from ..clients import Tensors
-from .base import Algorithm, LocalRun, Mechanism, ServerRule, Setting, Upload
-from .local import AdamRule
-from .mechanisms import Alignment, SecondMomentAveraging
-
-__all__ = ["CarriedDecay", "FedAdamW"]
-
-
-class CarriedDecay(Mechanism):
-    """What the shared second moment still lacks: its bias is corrected by 1 - d beta2^k.
-
-    With K steps in each of the earlier rounds d is ``beta2^(r K)``, so that t of
-    ``1 - beta2^t`` counts the steps of all rounds. In general ``d <- d sum_i w_i beta2^{K_i}``,
-    which keeps 1 - d the sum of all weights of squared gradients in vbar.
-
-    Args:
-        beta2: Decay of the second moment.
-    """
-
-    name = "carried_decay"
-
-    def __init__(self, beta2: float) -> None:
-        super().__init__()
-        self._beta2 = beta2
-
-    def setup(self, setting: Setting) -> None:
-        """Sets d to 1."""
-        one = torch.ones((), dtype=torch.float64, device=setting.x[0].device)
-        self.server_state = {"d": [one]}
-
-    def begin(self, run: LocalRun) -> None:
-        """The first moment is new, the second goes on."""
-        run.set_option("carried", (1.0, float(self.server_state["d"][0])))
-
-    def end(self, run: LocalRun) -> Upload:
-        """beta2^{K_i}, which is known to the server."""
-        d = self.server_state["d"][0]
-        return Upload([d.new_full((len(run.clients),), self._beta2**run.steps)], sent=False)
-
-    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """The new d."""
-        self.server_state["d"][0].mul_(mean[0])
+__all__ = ["FedAdamW"]
 
 
 class FedAdamW(Algorithm):
@@ -98,6 +61,8 @@ class FedAdamW(Algorithm):
         # alpha = 0 needs no mechanism: nothing is sent, and the steps are the plain ones.
         align = [Alignment(alpha, shrink=shrink_local)] if alpha != 0 else []
         decay = weight_decay / (1 - alpha) if shrink_local else weight_decay
-        rule = AdamRule(lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
-        shared = SecondMomentAveraging(block_means=second_moment == "block_mean")
-        super().__init__(rule, [*align, shared, CarriedDecay(beta2)], server)
+        optimizer = partial(AdamW, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+        rule = TorchRule(lr, optimizer)
+        means = second_moment == "block_mean"
+        shared = StateAveraging(rule, ["exp_avg_sq"], block_means=means)
+        super().__init__(rule, [*align, shared], server)

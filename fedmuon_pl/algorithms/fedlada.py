@@ -1,8 +1,11 @@
 """FedLADA: local AMSGrad with a shared second moment and an amended direction."""
 
+from functools import partial
+
+from ..optim.adamw import AdamW
 from .base import Algorithm, ServerRule
-from .local import AdamRule, positive
-from .mechanisms import Alignment, SecondMomentAveraging
+from .local import TorchRule, positive
+from .mechanisms import Alignment, StateAveraging
 
 __all__ = ["FedLADA"]
 
@@ -50,18 +53,24 @@ class FedLADA(Algorithm):
         if not 0 < alpha <= 1:
             raise ValueError(f"alpha={alpha}: must be in (0, 1]")
         positive("eps", eps)
-        rule = AdamRule(
-            lr,
+        optimizer = partial(
+            AdamW,
             betas=(beta1, beta2),
             eps=0.0 if amsgrad else eps,
+            weight_decay=0.0,
             amsgrad=amsgrad,
             bias_correction=False,
         )
-        shared = (
-            SecondMomentAveraging(["exp_avg_sq", "max_exp_avg_sq"], start=eps**2)
-            if amsgrad
-            else SecondMomentAveraging()
-        )
+        rule = TorchRule(lr, optimizer)
+        if amsgrad:
+            shared = StateAveraging(
+                rule,
+                ["max_exp_avg_sq"],
+                copies={"exp_avg_sq": "max_exp_avg_sq"},
+                start=eps**2,
+            )
+        else:
+            shared = StateAveraging(rule, ["exp_avg_sq"])
         # alpha = 1 needs no direction: nothing is sent, and the steps are the plain ones.
         amend = [Alignment(1 - alpha)] if alpha != 1 else []
         super().__init__(rule, [*amend, shared], server)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optim.carried import CarriedAdamW
 from ..optim.lmo import LMO
 from ..optim.muon import Muon, Scale
 from ..optim.orthogonalize import MatrixView, Orthogonalizer
 from ..optim.routing import split_parameters
 from .base import LocalRule, Member, Setting
 
-__all__ = ["ELEMENTWISE", "AdamRule", "LMORule", "MuonRule", "OptimizerFactory", "TorchRule"]
+__all__ = ["ELEMENTWISE", "LMORule", "MuonRule", "OptimizerFactory", "TorchRule"]
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 """A ``torch.optim`` class, or a partial of one; its own ``lr`` must be left alone."""
@@ -194,27 +193,6 @@ class MuonRule(LocalRule):
             (rest,) = self._rest.build([leaves[i] for i in self.rest], client_axis)
             members.append(Member(rest.optimizer, self.rest))
         return members
-
-
-class AdamRule(LocalRule):
-    """:class:`~fedmuon_pl.optim.carried.CarriedAdamW` on every parameter.
-
-    Args:
-        lr: The learning rate eta of every parameter.
-        options: The optimiser's other arguments.
-    """
-
-    def __init__(self, lr: float, **options: Any) -> None:  # noqa: ANN401
-        self.lr = positive("lr", lr)
-        self.options = options
-
-    def rates(self, setting: Setting) -> list[float]:
-        """The same for every parameter."""
-        return [self.lr] * len(setting.x)
-
-    def build(self, leaves: Sequence[Tensor], client_axis: bool) -> list[Member]:
-        """One optimiser over all parameters."""
-        return [Member(CarriedAdamW(leaves, lr=self.lr, **self.options), list(range(len(leaves))))]
 
 
 class LMORule(LocalRule):

@@ -11,7 +11,7 @@ from ..clients import Tensors
 from .base import LocalRule, LocalRun, Mechanism, Setting, Upload
 from .local import MuonRule
 
-__all__ = ["Alignment", "CachedAlignment", "SecondMomentAveraging", "StateAveraging"]
+__all__ = ["Alignment", "CachedAlignment", "StateAveraging"]
 
 
 class Alignment(Mechanism):
@@ -164,13 +164,16 @@ class StateAveraging(Mechanism):
     """Clients start from the cohort's averaged optimiser state instead of an empty one.
 
     With Theta the named states of the local optimiser: ``Theta_i^{r,0} = Thetabar^r`` and
-    ``Thetabar^{r+1} = sum_i w_i Theta_i^{r,K_i}``, ``Thetabar^0 = 0``. Muon's momentum makes it
-    FedMuon's mechanism (arXiv 2510.27403), a preconditioner FedPAC's (arXiv 2602.19271).
+    ``Thetabar^{r+1} = sum_i w_i Theta_i^{r,K_i}``. Muon's momentum makes it FedMuon's mechanism
+    (arXiv 2510.27403), a preconditioner FedPAC's (arXiv 2602.19271), Adam's second moment
+    FedAdamW's and FedLADA's.
 
-    The steps that a state has behind it are averaged with it, one number each: a warm-started
-    moment of Adam's is corrected for all of them, not for those of its round alone, so that one
-    client that starts from its own states is as if it had never stopped. States that are not named
-    start anew every round.
+    What a moment must be divided by is averaged with it, one number each: a warm-started moment of
+    Adam's is corrected for all steps behind it, not for those of its round alone, so that one
+    client that starts from its own states is as if it had never stopped. For the optimisers of
+    :mod:`fedmuon_pl.optim` that is the weight of the gradients in it, exact however many steps each
+    client makes; for torch's the count of steps, exact where all make equally many. States that are
+    not named start anew every round.
 
     Args:
         rule: The local rule whose optimisers keep the states.
@@ -178,6 +181,9 @@ class StateAveraging(Mechanism):
             also stands for ``"gram_0"``, ``"gram_1"`` and so on. Parameters without such a state
             are left alone.
         only_matrices_of: As in :class:`Alignment`.
+        copies: States that start from the mean of another, by name, and are not averaged.
+        start: Thetabar^0, in every element.
+        block_means: Whether only the mean of each tensor's elements is sent, both ways.
 
     Raises:
         ValueError: In ``setup``, if no optimiser keeps a named state, or one that cannot fill in
@@ -188,18 +194,29 @@ class StateAveraging(Mechanism):
     name = "state_averaging"
 
     def __init__(
-        self, rule: LocalRule, states: Sequence[str], only_matrices_of: MuonRule | None = None
+        self,
+        rule: LocalRule,
+        states: Sequence[str],
+        only_matrices_of: MuonRule | None = None,
+        *,
+        copies: Mapping[str, str] | None = None,
+        start: float = 0.0,
+        block_means: bool = False,
     ) -> None:
         super().__init__()
         self._rule = rule
         self._only = only_matrices_of
         self._names = [re.compile(rf"{re.escape(name)}(_\d+)?") for name in states]
         self._states = list(states)
+        self._copies = dict(copies or {})
+        self._start = start
+        self._block_means = block_means
 
     def setup(self, setting: Setting) -> None:
-        """Sets every averaged state to zero."""
+        """Sets every averaged state to its start."""
         self._indices: dict[str, list[int]] = {}
-        self._counted: dict[str, list[int]] = {}
+        self._shapes: dict[str, list[torch.Size]] = {}
+        self._numbers: dict[str, list[int]] = {}
         self.server_state = {}
         found: dict[str, set[str]] = {}
         for kind, index, state in self._rule.state_like(setting):
@@ -209,23 +226,25 @@ class StateAveraging(Mechanism):
             wanted = [key for key in state if any(n.fullmatch(key) for n in self._names)]
             for key in wanted:
                 self._indices.setdefault(key, []).append(index)
-                like = torch.zeros_like(state[key])
-                self.server_state.setdefault(key, []).append(like)
-            for key in self._counts(kind, state, wanted) if wanted else ():
-                self._counted.setdefault(key, []).append(index)
+                self._shapes.setdefault(key, []).append(state[key].shape)
+                shape = () if self._block_means else state[key].shape
+                value = state[key].new_full(shape, self._start)
+                self.server_state.setdefault(key, []).append(value)
+            for key in self._numbers_of(kind, state, wanted) if wanted else ():
+                self._numbers.setdefault(key, []).append(index)
         for name, pattern in zip(self._states, self._names, strict=True):
             if not any(map(pattern.fullmatch, self._indices)):
                 have = "; ".join(f"{k}: {sorted(v)}" for k, v in found.items())
                 raise ValueError(f"no local optimiser keeps a state {name!r} ({have})")
-        for key in self._counted:
+        for key in self._numbers:
             self.server_state[key] = [setting.x[0].new_zeros((), dtype=torch.float64)]
 
-    def _counts(self, kind: type, state: Mapping[str, Any], wanted: Sequence[str]) -> set[str]:
-        """Names of the step counts that belong to the wanted states."""
-        own: Mapping[str, str] | None = getattr(kind, "counts", None)
+    def _numbers_of(self, kind: type, state: Mapping[str, Any], wanted: Sequence[str]) -> set[str]:
+        """Names of the weights or step counts that belong to the wanted states."""
+        own: Mapping[str, str] | None = getattr(kind, "weights", None)
         if own is not None:
             bases = {re.sub(r"_\d+$", "", key) for key in wanted}
-            return {own[key] for key in bases if key in own}
+            return {own[key] for key in bases if key in own} & set(state)
         counts = {k for k, v in state.items() if not isinstance(v, Tensor) or v.ndim == 0}
         missing = set(state) - counts - set(wanted)
         if missing:
@@ -237,72 +256,27 @@ class StateAveraging(Mechanism):
 
     def begin(self, run: LocalRun) -> None:
         """Theta_i^{r,0} = Thetabar^r."""
-        counts = {key: float(self.server_state[key][0]) for key in self._counted}
-        if counts and not any(counts.values()):
+        numbers = {key: float(self.server_state[key][0]) for key in self._numbers}
+        if numbers and not any(numbers.values()):
             return  # before the first mean each optimiser makes its own state
         for key, indices in self._indices.items():
-            run.set_state(key, indices, self.server_state[key])
-        for key, count in counts.items():
-            run.set_count(key, self._counted[key], count)
+            pairs = zip(self.server_state[key], self._shapes[key], strict=True)
+            values = [value.expand(shape) for value, shape in pairs]
+            for name in (key, *(copy for copy, source in self._copies.items() if source == key)):
+                run.set_state(name, indices, values)
+        for key, number in numbers.items():
+            run.set_number(key, self._numbers[key], number)
 
     def end(self, run: LocalRun) -> Upload:
-        """Theta_i^{r,K_i}."""
+        """Theta_i^{r,K_i}; the numbers follow from K_i, which the server knows."""
         tensors = [t for key, ids in self._indices.items() for t in run.get_state(key, ids)]
-        for key, ids in self._counted.items():
-            count = run.get_count(key, ids[0])
-            tensors.append(self.server_state[key][0].new_full((len(run.clients),), count))
-        return Upload(tensors)
+        if self._block_means:
+            tensors = [t.reshape(len(t), -1).mean(1) for t in tensors]
+        numbers = [run.get_number(key, ids[0]) for key, ids in self._numbers.items()]
+        return Upload([*tensors, *numbers], sent=tensors)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:
         """The new Thetabar."""
         parts = iter(mean)
-        for key in [*self._indices, *self._counted]:
+        for key in [*self._indices, *self._numbers]:
             self.replace(key, [next(parts) for _ in self.server_state[key]])
-
-
-class SecondMomentAveraging(Mechanism):
-    """Clients start from the cohort's averaged second moment of Adam.
-
-    ``v_i^{r,0} = vbar^r``, and ``vbar^{r+1} = sum_i w_i v_i^{r,K_i}``, or block by block the mean
-    of that, one block per parameter.
-
-    Args:
-        keys: The local optimiser's names for what starts from vbar; the last of them is sent.
-        start: vbar^0, in every element.
-        block_means: Whether only the mean of each parameter's elements is sent, both ways.
-    """
-
-    name = "second_moment_averaging"
-
-    def __init__(
-        self, keys: Sequence[str] = ("exp_avg_sq",), start: float = 0.0, block_means: bool = False
-    ) -> None:
-        super().__init__()
-        self._keys = list(keys)
-        self._start = start
-        self._block_means = block_means
-
-    def setup(self, setting: Setting) -> None:
-        """Sets vbar to its start."""
-        shapes = [() if self._block_means else x.shape for x in setting.x]
-        filled = [
-            x.new_full(s, self._start, requires_grad=False)
-            for x, s in zip(setting.x, shapes, strict=True)
-        ]
-        self.server_state = {"v": filled}
-
-    def begin(self, run: LocalRun) -> None:
-        """v_i^{r,0} = vbar^r."""
-        every = range(len(run.x))
-        v = [t.expand_as(x) for t, x in zip(self.server_state["v"], run.x0, strict=True)]
-        for key in self._keys:
-            run.set_state(key, every, v)
-
-    def end(self, run: LocalRun) -> Upload:
-        """v_i^{r,K_i}, or the mean of each of its blocks."""
-        v = run.get_state(self._keys[-1], range(len(run.x)))
-        return Upload([t.reshape(len(t), -1).mean(1) for t in v] if self._block_means else v)
-
-    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
-        """The new vbar."""
-        self.replace("v", mean)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from ..clients import Tensors
-from ..optim.carried import CarriedAdamW
+from ..optim.adamw import AdamW
 from ..optim.muon import Scale
 from ..optim.orthogonalize import Orthogonalizer
 from .base import Algorithm, LocalRun, Mechanism, Setting
@@ -18,26 +18,24 @@ __all__ = ["KeptState", "MuLoCo"]
 
 
 class KeptState(Mechanism):
-    """A client goes on with the inner optimiser's state of its last round: M, m, v and steps.
+    """A client goes on with the inner optimiser's state of its last round: M, m and v.
 
-    Nothing of it is sent.
+    Nothing of it is sent. The weights of m and v are kept with them.
 
     Args:
-        rule: The local rule, with :class:`~fedmuon_pl.optim.carried.CarriedAdamW` on the rest.
-        betas: AdamW's.
+        rule: The local rule, with :class:`~fedmuon_pl.optim.adamw.AdamW` on the rest.
     """
 
     name = "kept_state"
-    client_state = ("momentum_buffer", "exp_avg", "exp_avg_sq", "steps")
+    client_state = ("momentum_buffer", *AdamW.weights, *AdamW.weights.values())
 
-    def __init__(self, rule: MuonRule, betas: tuple[float, float]) -> None:
+    def __init__(self, rule: MuonRule) -> None:
         super().__init__()
         self._rule = rule
-        self._betas = betas
 
     def client_state_like(self, name: str, setting: Setting) -> Tensors:
-        """M of the matrices, m and v of the rest, one number of steps."""
-        if name == "steps":
+        """M of the matrices, m and v of the rest, one number for the weight of all m or all v."""
+        if name in AdamW.weights.values():
             return [setting.x[0].new_zeros((), dtype=torch.float64)]
         return setting.zeros(self._indices(name))
 
@@ -46,19 +44,21 @@ class KeptState(Mechanism):
 
     def begin(self, run: LocalRun) -> None:
         """Places what the client kept."""
-        for name in self.client_state[:-1]:
-            run.set_state(name, self._indices(name), run.client_state[name], per_client=True)
-        (steps,) = run.client_state["steps"]
-        decays = [torch.pow(torch.full_like(steps, beta), steps) for beta in self._betas]
-        carried = decays if run.client_axis else [float(d) for d in decays]
-        run.set_option("carried", tuple(carried))
+        for name in self.client_state:
+            values, indices = run.client_state[name], self._indices(name)
+            if name in AdamW.weights.values():
+                run.set_number(name, indices, values[0])
+            else:
+                run.set_state(name, indices, values, per_client=True)
 
     def end(self, run: LocalRun) -> None:
         """Keeps it."""
-        for name in self.client_state[:-1]:
-            run.client_state[name] = run.get_state(name, self._indices(name))
-        (steps,) = run.client_state["steps"]
-        run.client_state["steps"] = [steps + run.steps]
+        for name in self.client_state:
+            indices = self._indices(name)
+            if name not in AdamW.weights.values():
+                run.client_state[name] = run.get_state(name, indices)
+            elif indices:
+                run.client_state[name] = [run.get_number(name, indices[0])]
 
 
 class MuLoCo(Algorithm):
@@ -134,7 +134,7 @@ class MuLoCo(Algorithm):
             weight_decay=weight_decay,
             rest_patterns=rest_patterns,
             rest_optimizer=partial(
-                CarriedAdamW, betas=rest_betas, eps=rest_eps, weight_decay=weight_decay
+                AdamW, betas=rest_betas, eps=rest_eps, weight_decay=weight_decay
             ),
         )
         outer = partial(
@@ -143,4 +143,4 @@ class MuLoCo(Algorithm):
             momentum=server_momentum,
             nesterov=server_nesterov,
         )
-        super().__init__(rule, [KeptState(rule, rest_betas)] if keep_state else [], outer)
+        super().__init__(rule, [KeptState(rule)] if keep_state else [], outer)

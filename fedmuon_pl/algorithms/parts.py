@@ -197,13 +197,6 @@ class LocalRun:
                 value = value[0]
             optimizer.state[leaf][key] = value.clone()
 
-    def set_option(self, key: str, value: Any) -> None:  # noqa: ANN401
-        """Sets an option of every local optimiser that has it, such as ``"carried"``."""
-        for optimizer, _ in self.members:
-            for group in optimizer.param_groups:
-                if key in group:
-                    group[key] = value
-
     def get_state(self, key: str, indices: Sequence[int]) -> Tensors:
         """Reads optimiser state as ``(C, *any)`` views; weight-like zeros where there is none."""
         out = []
@@ -214,22 +207,26 @@ class LocalRun:
             out.append(value if self.client_axis else value.unsqueeze(0))
         return out
 
-    def set_count(self, key: str, indices: Sequence[int], value: float) -> None:
-        """Places a step count, which an optimiser keeps once for all clients of a block.
+    def set_number(self, key: str, indices: Sequence[int], value: float | Tensor) -> None:
+        """Places a state that is one number, of all clients of the block or ``(C,)`` of each.
 
         As torch's optimisers keep it, a tensor in the dtype and place of their fused kernels, or,
-        where the optimiser names its ``counts``, as a number.
+        where the optimiser names its ``weights``, as it is; a number where there is no client axis.
         """
+        if isinstance(value, Tensor) and not self.client_axis:
+            value = float(value[0])
         for i in indices:
             optimizer, leaf = self._leaf(i)
-            number = hasattr(optimizer, "counts")
-            count = value if number else torch.tensor(value, dtype=torch.float32).to(leaf.device)
-            optimizer.state[leaf][key] = count
+            own = hasattr(optimizer, "weights")
+            number = value if own else torch.tensor(value, dtype=torch.float32).to(leaf.device)
+            optimizer.state[leaf][key] = number
 
-    def get_count(self, key: str, index: int) -> float:
-        """Reads a step count; 0 where there is none."""
+    def get_number(self, key: str, index: int) -> Tensor:
+        """Reads such a state of each client, ``(C,)`` in float64; 0 where there is none."""
         optimizer, leaf = self._leaf(index)
-        return float(optimizer.state[leaf].get(key, 0.0))
+        value = optimizer.state[leaf].get(key, 0.0)
+        found = torch.as_tensor(value, dtype=torch.float64, device=leaf.device)
+        return found.expand(len(self.clients))
 
     def _leaf(self, index: int) -> tuple[Optimizer, Tensor]:
         for optimizer, indices in self.members:

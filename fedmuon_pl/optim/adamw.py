@@ -1,4 +1,4 @@
-"""AdamW whose moments can start warm, each with a step count of its own."""
+"""AdamW whose moments can start warm."""
 
 from typing import Any, ClassVar
 
@@ -12,22 +12,27 @@ __all__ = ["AdamW"]
 
 
 class AdamW(GroupOptimizer):
-    """AdamW, which corrects each moment for the steps that this moment has seen.
+    """AdamW, which divides each moment by the weights of the gradients in it.
 
     For a parameter x with gradient g, learning rate η and weight decay λ::
 
-        m <- β1 m + (1 - β1) g       s <- s + 1
-        v <- β2 v + (1 - β2) g²      t <- t + 1
+        m <- β1 m + (1 - β1) g        a <- β1 a + (1 - β1)
+        v <- β2 v + (1 - β2) g²       b <- β2 b + (1 - β2)
+        u <- max(u, v)                amsgrad; else u = v
         x <- (1 - η λ) x
-        x <- x - η m / (1 - β1^s) / (√(v / (1 - β2^t)) + ε)
+        x <- x - η (m / a) / (√(u / b) + ε)
 
-    From an empty state it is ``torch.optim.AdamW``, which has one count for both moments: it cannot
-    go on from an averaged m beside an empty v, or the other way round, without a bias of up to
-    1 / (1 - β) in the step.
+    with a = b = 1 without ``bias_correction``. From an empty state it is ``torch.optim.AdamW``, for
+    after t steps ``a = 1 - β1^t``. That has one count t for both moments: it cannot go on from an
+    averaged m beside an empty v without a bias of up to 1 / (1 - β) in the step, nor exactly from
+    the mean of moments that have seen different numbers of steps, as the mean of 1 - β^t is not
+    1 - β to the mean of t. The weights a and b are averaged as the moments are, and stay right.
 
-    State per parameter: ``exp_avg`` (m) and ``exp_avg_sq`` (v) of its shape, and the numbers
-    ``step`` (s) and ``step_sq`` (t), which may be fractions. Whatever of it is missing starts at 0:
-    place a moment and its count before the first step to start warm.
+    State per parameter: ``exp_avg`` (m), ``exp_avg_sq`` (v) and, with ``amsgrad``,
+    ``max_exp_avg_sq`` (u) of its shape; with ``bias_correction`` also ``exp_avg_weight`` (a) and
+    ``exp_avg_sq_weight`` (b), numbers or tensors ``(clients,)`` where the parameters have a leading
+    client axis. Whatever of it is missing starts at 0: place a moment and its weight before the
+    first step to start warm.
 
     Args:
         params: Parameters or parameter groups; every other argument may differ by group.
@@ -35,16 +40,22 @@ class AdamW(GroupOptimizer):
         betas: (β1, β2), each in [0, 1).
         eps: ε.
         weight_decay: Decoupled, λ.
+        amsgrad: Whether steps are divided by the largest second moment so far.
+        bias_correction: As above.
 
     Raises:
         ValueError: For an argument out of range or a complex parameter.
         RuntimeError: In ``step``, for a sparse gradient.
 
-    Source: I. Loshchilov and F. Hutter, arXiv 1711.05101, Algorithm 2.
+    Source: I. Loshchilov and F. Hutter, arXiv 1711.05101, Algorithm 2; S. Reddi et al., AMSGrad,
+    arXiv 1904.09237, Algorithm 2.
     """
 
     elementwise: ClassVar[bool] = True
-    counts: ClassVar[dict[str, str]] = {"exp_avg": "step", "exp_avg_sq": "step_sq"}
+    weights: ClassVar[dict[str, str]] = {
+        "exp_avg": "exp_avg_weight",
+        "exp_avg_sq": "exp_avg_sq_weight",
+    }
 
     def __init__(
         self,
@@ -53,11 +64,19 @@ class AdamW(GroupOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        bias_correction: bool = True,
     ) -> None:
         """Check the arguments (see the class)."""
-        super().__init__(
-            params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        )
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         self._at_least_zero(group, "lr", "eps", "weight_decay")
@@ -66,20 +85,42 @@ class AdamW(GroupOptimizer):
     def _step(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
         states = [self.state[p] for p in params]
-        for p, state in zip(params, states, strict=True):
-            for moment, count in self.counts.items():
-                if moment not in state:
-                    state[moment] = torch.zeros_like(p)
-                state[count] = state.get(count, 0.0) + 1.0
-        m = [state["exp_avg"] for state in states]
-        v = [state["exp_avg_sq"] for state in states]
+        m, v = (_moments(states, params, key) for key in ("exp_avg", "exp_avg_sq"))
         torch._foreach_lerp_(m, grads, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, grads, grads, value=1 - beta2)
+        u = v
+        if group["amsgrad"]:
+            u = _moments(states, params, "max_exp_avg_sq")
+            torch._foreach_maximum_(u, v)
+        denominators = list(torch._foreach_sqrt(u))
+        if group["bias_correction"]:
+            for weight, beta in zip(self.weights.values(), group["betas"], strict=True):
+                for state in states:
+                    state[weight] = beta * state.get(weight, 0.0) + (1 - beta)
+            torch._foreach_div_(denominators, _factors(states, params, "exp_avg_sq_weight", 0.5))
+        torch._foreach_add_(denominators, group["eps"])
+        if group["bias_correction"]:
+            torch._foreach_mul_(denominators, _factors(states, params, "exp_avg_weight"))
         if group["weight_decay"] != 0:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        denominators = torch._foreach_sqrt(v)
-        torch._foreach_div_(denominators, [(1 - beta2 ** s["step_sq"]) ** 0.5 for s in states])
-        torch._foreach_add_(denominators, group["eps"])
-        sizes = [-lr / (1 - beta1 ** s["step"]) for s in states]
-        torch._foreach_addcdiv_(params, m, denominators, sizes)
+        torch._foreach_addcdiv_(params, m, denominators, value=-lr)
+
+
+def _moments(states: list[dict[str, Any]], params: list[Tensor], key: str) -> list[Tensor]:
+    for state, p in zip(states, params, strict=True):
+        if key not in state:
+            state[key] = torch.zeros_like(p)
+    return [state[key] for state in states]
+
+
+def _factors(
+    states: list[dict[str, Any]], params: list[Tensor], weight: str, power: float = 1.0
+) -> list[Any]:
+    """The weights to a power: numbers, or of each client in the shape that fits p's slices."""
+    if not isinstance(states[0][weight], Tensor):
+        return [state[weight] ** power for state in states]
+    return [
+        (state[weight] ** power).view(-1, *[1] * (p.ndim - 1)).to(p.dtype)
+        for p, state in zip(params, states, strict=True)
+    ]

@@ -39,7 +39,7 @@ class SOAP(GroupOptimizer):
         G' = Q_L^T G Q_R
         M <- β1 M + (1 - β1) G                  M' = Q_L^T M Q_R
         V <- β2 V + (1 - β2) G'²
-        N' = M / (1 - β1^t) / (√(V / (1 - β2^t)) + ε)    with M' for M
+        N' = M' / (1 - β1^t) / (√(V / (1 - β2^t)) + ε)
         x <- (1 - η λ) x - η Q_L N' Q_R^T
         L <- β L + (1 - β) G G^T                R <- β R + (1 - β) G^T G
         every f steps, with P = L and R:  Q <- the Q of QR(P Q)
@@ -63,8 +63,9 @@ class SOAP(GroupOptimizer):
 
     State per parameter: ``exp_avg`` (M) and ``exp_avg_sq`` (V) of its shape, for each axis d with
     a preconditioner ``gram_<d>`` (P) and ``basis_<d>`` (Q), ``(clients, n, n)`` with a client axis,
-    and numbers: ``step`` and ``step_sq`` (t of M and V), ``step_gram`` (the gradients in P) and
-    ``updates`` (steps since this state was made). M, with its count, and P may be placed
+    and numbers: ``exp_avg_weight``, ``exp_avg_sq_weight`` and ``gram_weight``, the weights of the
+    gradients in M, V and P (``1 - β1^t`` and so on, see :class:`~fedmuon_pl.optim.adamw.AdamW`),
+    and ``updates`` (steps since this state was made). M and P, with their weights, may be placed
     before the first step; V belongs to its basis.
 
     Args:
@@ -91,10 +92,10 @@ class SOAP(GroupOptimizer):
     Algorithms 3 and 4; the authors' code is github.com/nikhilvyas/SOAP.
     """
 
-    counts: ClassVar[dict[str, str]] = {
-        "exp_avg": "step",
-        "exp_avg_sq": "step_sq",
-        "gram": "step_gram",
+    weights: ClassVar[dict[str, str]] = {
+        "exp_avg": "exp_avg_weight",
+        "exp_avg_sq": "exp_avg_sq_weight",
+        "gram": "gram_weight",
     }
 
     def __init__(
@@ -155,18 +156,19 @@ class SOAP(GroupOptimizer):
                 state[f"basis_{d}"] = eigenbasis(state[f"gram_{d}"])
             if group["skip_first"]:
                 return
-        for count in ("step", "step_sq", "updates"):
-            state[count] += 1
+        state["updates"] += 1
+        for weight, beta in (("exp_avg_weight", beta1), ("exp_avg_sq_weight", beta2)):
+            state[weight] = beta * state[weight] + (1 - beta)
         turned = self._turn(grad, state, group)
         state["exp_avg"].lerp_(grad, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
-        size = (1 - beta2 ** state["step_sq"]) ** 0.5
-        denominator = state["exp_avg_sq"].sqrt().div_(size).add_(group["eps"])
+        denominator = state["exp_avg_sq"].sqrt().div_(state["exp_avg_sq_weight"] ** 0.5)
+        denominator.add_(group["eps"])
         adam = self._turn(state["exp_avg"], state, group) / denominator
         if group["weight_decay"] != 0:
             p.mul_(1 - group["lr"] * group["weight_decay"])
         direction = self._turn(adam, state, group, back=True)
-        p.add_(direction, alpha=-group["lr"] / (1 - beta1 ** state["step"]))
+        p.add_(direction, alpha=-group["lr"] / state["exp_avg_weight"])
         if not (first and new):
             self._feed(grad, state, group)
         if state["updates"] % group["precondition_frequency"] == 0:
@@ -174,12 +176,12 @@ class SOAP(GroupOptimizer):
 
     def _start(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
         """Makes what is missing of the state; returns whether the gram matrices were there."""
-        warm = bool(state.get("step_gram", 0.0) > 0)
+        warm = bool(state.get("gram_weight", 0.0) > 0)
         for moment in ("exp_avg", "exp_avg_sq"):
             if moment not in state:
                 state[moment] = torch.zeros_like(p)
-        for count in ("step", "step_sq", "step_gram", "updates"):
-            state.setdefault(count, 0.0)
+        for number in (*self.weights.values(), "updates"):
+            state.setdefault(number, 0.0)
         shape = self._shape(p, group)
         matrix = p.ndim - self.client_axis >= 2
         for d, n in enumerate(shape[1:]):
@@ -197,12 +199,13 @@ class SOAP(GroupOptimizer):
 
     def _axes(self, state: dict[str, Any]) -> list[int]:
         """The axes that have a preconditioner."""
-        return [int(key.removeprefix("gram_")) for key in state if key.startswith("gram_")]
+        grams = [key for key in state if key.startswith("gram_") and key != "gram_weight"]
+        return [int(key.removeprefix("gram_")) for key in grams]
 
     def _feed(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Takes up G in L and R."""
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
-        state["step_gram"] += 1
+        state["gram_weight"] = beta * state["gram_weight"] + (1 - beta)
         g = grad.reshape(self._shape(grad, group))
         for d in self._axes(state):
             unfolded = g.movedim(d + 1, 1)

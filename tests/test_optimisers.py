@@ -1,4 +1,4 @@
-"""Optimisers that methods share: carried Adam, LMO steps, several optimisers as one."""
+"""Optimisers that methods share: warm AdamW, LMO steps, several optimisers as one."""
 
 from copy import deepcopy
 from functools import partial
@@ -8,8 +8,7 @@ import reference
 import torch
 from federation import federate
 
-from fedmuon_pl import FedAdamW, FedLADA, FedMuonLMO, LocalMuon, MuLoCo, ServerMuon
-from fedmuon_pl.optim.carried import CarriedAdamW
+from fedmuon_pl import AdamW, FedAdamW, FedLADA, FedMuonLMO, LocalMuon, MuLoCo, ServerMuon
 from fedmuon_pl.optim.chained import Chained
 from fedmuon_pl.optim.lmo import LMO
 from fedmuon_pl.optim.muon import Muon, step_scale
@@ -43,14 +42,14 @@ def same(mine, theirs):
         torch.testing.assert_close(a, b, **EXACT)
 
 
-# -- carried Adam -----------------------------------------------------------------------------
+# -- AdamW with warm moments ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_fresh_moments_are_torchs_adamw(amsgrad):
     options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
     mine, theirs = leaves(), leaves()
-    steps(CarriedAdamW(mine, **options, amsgrad=amsgrad), mine, 5)
+    steps(AdamW(mine, **options, amsgrad=amsgrad), mine, 5)
     steps(torch.optim.AdamW(theirs, **options, amsgrad=amsgrad), theirs, 5)
     same(mine, theirs)
 
@@ -58,36 +57,63 @@ def test_fresh_moments_are_torchs_adamw(amsgrad):
 def test_no_bias_correction():
     (p,) = leaves([()])
     start = p.detach().clone()
-    optimizer = CarriedAdamW([p], lr=0.5, betas=(0.9, 0.99), eps=0.0, bias_correction=False)
+    options = {"eps": 0.0, "weight_decay": 0.0, "bias_correction": False}
+    optimizer = AdamW([p], lr=0.5, betas=(0.9, 0.99), **options)
     p.grad = torch.full_like(p, -3.0)
     optimizer.step()
     torch.testing.assert_close(p.detach() - start, torch.full_like(p, 0.5), **EXACT)  # 0.1 / 0.1
+    assert set(optimizer.state[p]) == {"exp_avg", "exp_avg_sq"}
 
 
-def test_carried_moments_go_on_as_if_never_stopped():
+def test_placed_moments_go_on_as_if_never_stopped():
     options = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
     whole, parts = leaves(), leaves()
-    reference = CarriedAdamW(whole, **options)
+    reference = AdamW(whole, **options)
     steps(reference, whole, 3, seed=1)
     steps(reference, whole, 2, seed=2)
-    first = CarriedAdamW(parts, **options)
+    first = AdamW(parts, **options)
     steps(first, parts, 3, seed=1)
-    second = CarriedAdamW(parts, **options, carried=(0.8**3, 0.9**3))
+    second = AdamW(parts, **options)
     for p in parts:
-        second.state[p] = {k: first.state[p][k] for k in ("exp_avg", "exp_avg_sq")}
+        second.state[p] = {**first.state[p], "exp_avg_weight": 1 - 0.8**3}
     steps(second, parts, 2, seed=2)
     same(parts, whole)
 
 
-def test_each_client_carries_its_own():
+def test_the_mean_of_moments_of_unequal_age_has_no_bias():
+    # Every gradient is g: then m / a is g and v / b is g^2, whatever is averaged, and the step -lr.
+    g = torch.tensor([3.0, -0.5], dtype=torch.float64)
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 0.0, "weight_decay": 0.0}
+    states = []
+    for count in (1, 7, 20):
+        (p,) = leaves([(2,)])
+        optimizer = AdamW([p], **options)
+        for _ in range(count):
+            p.grad = g.clone()
+            optimizer.step()
+        states.append(optimizer.state[p])
+    (p,) = leaves([(2,)])
+    start = p.detach().clone()
+    optimizer = AdamW([p], **options)
+    optimizer.state[p] = {k: sum(state[k] for state in states) / 3 for k in states[0]}
+    p.grad = g.clone()
+    optimizer.step()
+    torch.testing.assert_close(p.detach() - start, -0.1 * g.sign(), **EXACT)
+
+
+def test_each_client_has_moments_of_its_own_age():
     options = {"lr": 0.1, "betas": (0.8, 0.9)}
-    decays = torch.tensor([[1.0, 0.5, 0.2], [1.0, 0.7, 0.6]], dtype=torch.float64)
+    ages = torch.tensor([[0.0, 0.5, 0.2], [0.0, 0.7, 0.6]], dtype=torch.float64)
     together = leaves(clients=3)
     alone = [[p.detach()[c].clone().requires_grad_() for p in together] for c in range(3)]
-    optimizer = CarriedAdamW(together, **options, carried=tuple(decays))
-    others = [
-        CarriedAdamW(alone[c], **options, carried=tuple(decays[:, c].tolist())) for c in range(3)
-    ]
+    optimizer = AdamW(together, **options)
+    others = [AdamW(alone[c], **options) for c in range(3)]
+    for key, age in zip(AdamW.weights.values(), ages, strict=True):
+        for p in together:
+            optimizer.state[p][key] = age
+        for c in range(3):
+            for p in alone[c]:
+                others[c].state[p][key] = float(age[c])
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         for i, p in enumerate(together):
@@ -103,9 +129,9 @@ def test_each_client_carries_its_own():
 @pytest.mark.parametrize(
     "bad", [{"lr": -1.0}, {"eps": -1.0}, {"weight_decay": -1.0}, {"betas": (0.9, 1.0)}]
 )
-def test_carried_adam_refuses(bad):
-    with pytest.raises(ValueError, match=f"CarriedAdamW: {next(iter(bad))} must be"):
-        CarriedAdamW(leaves(), **bad)
+def test_adamw_refuses(bad):
+    with pytest.raises(ValueError, match=f"AdamW: {next(iter(bad))} must be"):
+        AdamW(leaves(), **bad)
 
 
 # -- LMO --------------------------------------------------------------------------------------
