@@ -9,7 +9,8 @@ RUNS ?= runs
 DATA ?= data
 PLAN ?= quickstart
 # Optional: ROUNDS=5 shortens every run of a target; SEEDS="0 1" chooses the seeds of quickstart.
-SWEEP = --root $(RUNS) $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
+ROUNDS_OF = $(if $(ROUNDS),--rounds $(ROUNDS))
+SWEEP = --root $(RUNS) $(ROUNDS_OF)
 SEEDS ?= 0
 # Tests run side by side, one thread each.
 export OMP_NUM_THREADS ?= 1
@@ -48,7 +49,7 @@ tune: $(VENV)/.installed ## Choose the learning rates of configs/tuned/mnist5k o
 	$(BIN)/fedmuon sweep tune_mnist5k --root $(RUNS)/tuning --write-tuned configs/tuned
 
 ablation: $(VENV)/.installed ## FedMuon's three switches in every combination: tables and figures
-	$(BIN)/fedmuon sweep ablation --root $(RUNS)/ablation $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
+	$(BIN)/fedmuon sweep ablation --root $(RUNS)/ablation $(ROUNDS_OF)
 	for e in mnist5k fashion5k; do \
 	  $(BIN)/fedmuon compare $(RUNS)/ablation/$$e --markdown docs/ablation.md --section $$e && \
 	  $(BIN)/python benchmarks/effects.py $(RUNS)/ablation/$$e --section $$e-effects && \
@@ -57,7 +58,7 @@ ablation: $(VENV)/.installed ## FedMuon's three switches in every combination: t
 	done
 
 sensitivity: $(VENV)/.installed ## How FedMuon depends on alpha, beta, rate and Newton-Schulz steps: heat maps
-	$(BIN)/fedmuon sweep sensitivity --root $(RUNS)/sensitivity $(if $(ROUNDS),--set trainer.max_epochs=$(ROUNDS))
+	$(BIN)/fedmuon sweep sensitivity --root $(RUNS)/sensitivity $(ROUNDS_OF)
 	$(BIN)/fedmuon heatmap $(RUNS)/sensitivity/mnist5k -o docs/sensitivity
 
 # make reproduce-cifar100-resnet18 DIR=0.1 SEEDS="0 1" ROUNDS=50 GPUS=2 SMOKE=1 PARITY=1
@@ -87,7 +88,7 @@ report: $(VENV)/.installed ## The same as one HTML page: make report EXP=mnist5k
 	$(BIN)/fedmuon report $(RUNS)/$(EXP) -o $(RUNS)/$(EXP)/report
 
 sweep: $(VENV)/.installed ## Any plan, resumed if it was interrupted: make sweep PLAN=quickstart
-	$(BIN)/fedmuon sweep $(PLAN) $(SWEEP)
+	$(BIN)/fedmuon sweep $(PLAN) $(ROUNDS_OF) $(if $(filter-out file,$(origin RUNS)),--root $(RUNS))
 
 lint: $(VENV)/.installed-dev ## Style and types
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from fedmuon_pl.compare import summary
 from fedmuon_pl.compare.compare_command import replace_section
 from fedmuon_pl.compare.runs import RunData, read_runs
 
@@ -28,8 +29,8 @@ def name(on: tuple[bool, ...]) -> str:
 
 
 def last(runs: list[RunData], metric: str) -> dict[tuple[str, int], float]:
-    """The last measurement by variant and seed."""
-    return {(r.method, r.seed): float(r.metrics[metric].dropna().iloc[-1]) for r in runs}
+    """The last round's measurement by variant and seed."""
+    return {(r.method, r.seed): summary.last(r, metric) for r in runs}
 
 
 def effects(values: dict[tuple[str, int], float]) -> str:

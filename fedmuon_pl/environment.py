@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILE", "commit_of", "describe_environment", "record_start"]
+__all__ = ["FILE", "PLANNED", "commit_of", "describe_environment", "record_start"]
 
 FILE = "environment.json"
 """Name of the file in a run's folder: a list with one record for each start of the run."""
+
+PLANNED = "FEDMUON_PLANNED"
+"""Environment variable by which a sweep says what it planned for a run, as JSON."""
 
 PACKAGES = (
     "fedmuon_pl",
@@ -98,7 +101,9 @@ def record_start(folder: Path, first_round: int, **more: Any) -> None:  # noqa: 
     except (OSError, ValueError):
         starts = []
     starts = starts if isinstance(starts, list) else []
-    starts.append({"first_round": first_round, **describe_environment(), **more})
+    planned = json.loads(os.environ.get(PLANNED, "null"))
+    said = {} if planned is None else {"planned": planned}
+    starts.append({"first_round": first_round, **describe_environment(), **more, **said})
     folder.mkdir(parents=True, exist_ok=True)
     part = path.with_name(FILE + ".part")
     part.write_text(json.dumps(starts, indent=1) + "\n", encoding="utf-8")

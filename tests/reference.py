@@ -518,7 +518,7 @@ def scaffold(
 ) -> Trace:
     """SCAFFOLD, Karimireddy et al., arXiv 1910.06378, Algorithm 1, option II, plain SGD.
 
-    With each client's whole ``data``, option I: c_i+ = grad f_i(x).
+    With each client's whole ``data``, option I: c_i+ = grad f_i(x), with the decay in f_i.
 
     x_i <- x_i - eta (g - c_i + c);
     c_i+ = c_i - c + (x - x_i^{K_i}) / (sum of the etas really used);
@@ -543,7 +543,7 @@ def scaffold(
             x_i[i] = y
             c_new[i] = c_old
             if data is not None:
-                c_new[i] = gradient(x, data[i])
+                c_new[i] = add(gradient(x, data[i]), x, weight_decay)
             elif sum_eta > 0:
                 c_new[i] = add(subtract(c_old, c), subtract(x, y), 1 / sum_eta)
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))

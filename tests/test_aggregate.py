@@ -11,6 +11,8 @@ from pytorch_lightning import Callback
 from torch import nn
 
 from fedmuon_pl import Classification, FedAdam, FedAvg, FedMuon, Scaffold
+from fedmuon_pl.algorithms.base import Algorithm, Mechanism, Upload
+from fedmuon_pl.algorithms.local import TorchRule
 from fedmuon_pl.data.sampling import cohort
 from fedmuon_pl.errors import NonFiniteUpdate
 from fedmuon_pl.server.aggregate import RunningMean
@@ -306,6 +308,37 @@ def test_stop_names_round_client_and_step_and_averages_nothing_in(at_once, tmp_p
     assert len(store) == 3  # those of round 0
 
 
+class Spoilt(Mechanism):
+    """One client's upload is not finite, while its loss, weights and buffers are."""
+
+    name = "spoilt"
+
+    def setup(self, setting):
+        self.server_state = {"mean": [torch.zeros(2, 3, dtype=torch.float64)]}
+
+    def end(self, run):
+        values = torch.ones(len(run.clients), 2, 3, dtype=torch.float64)
+        for c, client in enumerate(run.clients):
+            values[c, 1, 2] = torch.nan if client == 2 else client
+        return Upload([values])
+
+    def aggregate(self, mean, cohort_size):
+        self.replace("mean", mean)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_an_upload_that_is_not_finite_is_refused(at_once, tmp_path):
+    data, settings = make_data([8] * 5), {"cohort": 5, "clients_at_once": at_once, "rounds": 2}
+    method = partial(Algorithm, TorchRule(0.1), [Spoilt()])
+    with pytest.raises(
+        NonFiniteUpdate, match=r"client 2: .* other uploads were infinite or not-a-"
+    ):
+        federate(method(), data, tmp_path, **settings)
+    recorder, _ = federate(method(), data, tmp_path, on_nonfinite="drop", **settings)
+    assert [r["fed/clients_dropped"] for r in recorder.report] == [1, 1]
+    assert recorder.state[-1]["spoilt.mean"][0][1, 2] == pytest.approx((0 + 1 + 3 + 4) / 4)
+
+
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_drop_is_the_round_without_the_client(name, at_once, tmp_path, monkeypatch):
@@ -362,7 +395,7 @@ def test_infinite_buffers_do_not_reach_the_global_model(tmp_path):
     recorder, learner = federate(FedAvg(0.1), data, tmp_path, on_nonfinite="drop", **settings)
     assert all(b.isfinite().all() for b in learner.network.buffers())
     assert [r["fed/clients_dropped"] for r in recorder.report] == [1, 1]
-    with pytest.raises(NonFiniteUpdate, match="round 0, client 1: weights or buffers"):
+    with pytest.raises(NonFiniteUpdate, match="round 0, client 1: weights, buffers or"):
         federate(FedAvg(0.1), data, tmp_path, **settings)
 
 

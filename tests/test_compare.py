@@ -70,6 +70,8 @@ lr = float(flags.get("model.algorithm.init_args.lr", 0.1))
     "model": {"local_steps": 10, "algorithm": {
         "class_path": "fedmuon_pl.algorithms." + configs[2].split("/")[1],
         "init_args": {"lr": lr}}}}))
+(folder / "environment.json").write_text(json.dumps([
+    {"planned": json.loads(os.environ.get("FEDMUON_PLANNED", "null"))}]))
 if "crash-early" in flags:
     print("training starts", flush=True)
     print("Traceback", "ValueError: it broke at once", sep="\\n", file=sys.stderr)
@@ -413,7 +415,12 @@ def test_a_half_done_run_is_resumed_and_more_rounds_go_on(here: Path) -> None:
     assert inspect(longer.runs("runs")[0])[0] == "resume"
     assert execute(longer, "runs", poll=0.02)[0].status == "done"
     assert len(rows_of(folder)) == 6
-    assert inspect(toy.runs("runs")[0])[0] == "finished"
+    # The table would show six rounds where four are planned.
+    assert inspect(toy.runs("runs")[0]) == (
+        "blocked",
+        "runs/toy/fedavg-s0 was made with other settings (it has 6 rounds, and the plan 4); "
+        "move it away",
+    )
 
 
 def test_done_needs_both_the_marker_and_the_last_row(here: Path) -> None:
@@ -512,6 +519,17 @@ def test_seeds_and_settings_of_a_plan_can_be_replaced(here: Path) -> None:
     runs_made = sorted(p.parent.name for p in (here / "runs/toy").glob("*/done"))
     assert runs_made == ["fedavg-s5"]
     assert json.loads((here / "runs/toy/fedavg-s5/done").read_text())["rounds"] == 2
+    assert sweep_main(["mine", "--seed", "6", "--rounds", "3"]) == 0
+    assert json.loads((here / "runs/toy/fedavg-s6/done").read_text())["rounds"] == 3
+
+
+def test_a_setting_of_the_command_line_does_not_lose_silently(here: Path, capsys) -> None:
+    for own in ("grid: {pace: [0]}", "set: {pace: 0}"):
+        entry = f"experiments: [toy]\nalgorithms: {{fedavg: {{{own}}}}}\nseeds: [0]\n"
+        (here / "configs/plan/mine.yaml").write_text(entry)
+        assert sweep_main(["mine", "--set", "pace=1"]) == 2
+        said = capsys.readouterr().err
+        assert "--set pace: plan mine gives fedavg a value of its own" in said
 
 
 def test_an_old_result_does_not_stand_for_new_settings(here: Path) -> None:
@@ -523,10 +541,55 @@ def test_an_old_result_does_not_stand_for_new_settings(here: Path) -> None:
         f"runs/toy/fedavg-s0 was made with other settings ({LR} is 0.1 there and 0.2 in the plan); "
         "move it away"
     )
-    other = make_plan(set={"model.algorithm.class_path": "Scaffold"}).runs("runs")[0]
+    other = make_plan(set={LR: 0.1, "model.algorithm.class_path": "Scaffold"}).runs("runs")[0]
     assert "class_path is fedavg there and Scaffold" in inspect(other)[1]
-    same = make_plan(set={"model.algorithm.class_path": "a.b.fedavg"}).runs("runs")[0]
+    same = make_plan(set={LR: 0.1, "model.algorithm.class_path": "a.b.fedavg"}).runs("runs")[0]
     assert inspect(same)[0] == "finished"
+    assert f"{LR} is 0.1 there and not set in the plan" in inspect(make_plan().runs("runs")[0])[1]
+
+
+ROTATION = {"class_path": "fedmuon_pl.data.feature_skew.Rotation", "init_args": {"degrees": 90}}
+SKEW = {"data.init_args.feature_skew.class_path": "Rotation"}
+FOLDERS = {"data.class_path": "ImageFolder", "data.init_args.root": "photos/a"}
+
+
+@pytest.mark.parametrize(
+    ("before", "saved", "after", "words"),
+    [
+        # The key is null there: nothing of it is written down under the plan's dotted keys.
+        ({}, {"augment": None}, {"data.init_args.augment.class_path": "CropFlip"},
+         "data.init_args.augment is null there and CropFlip in the plan"),
+        ({}, {"augment": None}, {"data.init_args.augment": None}, ""),
+        (None, {"augment": None}, {"data.init_args.augment.class_path": "CropFlip"}, "augment is"),
+        # And the other way round.
+        (SKEW, {"feature_skew": ROTATION}, {}, "feature_skew.class_path is Rotation there and not"),
+        (SKEW, {"feature_skew": ROTATION}, SKEW, ""),
+        (SKEW, {"feature_skew": ROTATION}, {"data.init_args.feature_skew": None}, "and null in"),
+        (None, {"feature_skew": ROTATION}, {"data.init_args.feature_skew": None}, "and null in"),
+        ({"data.init_args.test_crop": 4}, {"test_crop": 4}, {}, "test_crop is 4 there and not set"),
+        # Where a named data set lies says nothing; of other data it says which.
+        ({"data.init_args.root": "a/b"}, {"root": "/x/a/b"}, {"data.init_args.root": "c"}, ""),
+        (FOLDERS, {"root": "/x/photos/a"}, {**FOLDERS, "data.init_args.root": "photos/b"},
+         "root is photos/a there and photos/b in the plan"),
+        ({"data.init_args.path": "a/x.npz"}, {"path": "/x/a/x.npz"},
+         {"data.init_args.path": "a/y.npz"}, "path is a/x.npz there and a/y.npz in the plan"),
+        # Speed is free, and what another version did not know.
+        ({}, {"eval_batch_size": 1000}, {"data.init_args.eval_batch_size": 500}, ""),
+        ({}, {}, {"data.init_args.new_option": 0.0}, ""),
+    ],
+)  # fmt: skip
+def test_a_finished_run_with_other_settings_is_seen(here, before, saved, after, words) -> None:
+    folder = write_run(Path("runs"), "fedavg", 0, [0.5] * 4)
+    content = yaml.safe_load((folder / "config.yaml").read_text())
+    content["model"]["algorithm"]["class_path"] = "fedavg"
+    content["data"] = {"class_path": before and before.get("data.class_path"), "init_args": saved}
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    if before is not None:
+        planned = {"model.algorithm.class_path": "fedavg", **before}
+        (folder / "environment.json").write_text(json.dumps([{"planned": planned}]))
+    state, reason = inspect(make_plan(set=after).runs("runs")[0])
+    assert state == ("blocked" if words else "finished"), reason
+    assert words in reason
 
 
 def test_two_sweeps_do_not_write_into_one_folder(here: Path) -> None:

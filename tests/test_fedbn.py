@@ -12,7 +12,7 @@ from test_logging import Normed, tiny_data
 from test_methods import SETTINGS, scheduled
 from torch import nn
 
-from fedmuon_pl import Algorithm, FedAvg, FedBN, FedMuon, FedProx, Scaffold
+from fedmuon_pl import Algorithm, FedAvg, FedBN, FedMuon, FedProx, Mime, Scaffold
 from fedmuon_pl.algorithms.fedbn import LocalLayers
 from fedmuon_pl.algorithms.local import TorchRule
 from fedmuon_pl.clients import batch_norm_state
@@ -157,6 +157,23 @@ def test_side_by_side_with_other_mechanisms(base, tmp_path):
     ]
     for key in X0:
         torch.testing.assert_close(runs[0][key], runs[1][key], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("base", [partial(Mime, 0.1), partial(Scaffold, 0.1, option="I")])
+def test_gradients_at_x_r_are_refused(base, tmp_path):
+    # They would be taken at the global model's layers, in which no client is.
+    with pytest.raises(ValueError, match=r"local_layers cannot be combined with .*gradients at x"):
+        federate(with_layers(base()), DATA, tmp_path, network=NormNet)
+
+
+def test_a_direction_that_is_not_sent(tmp_path):
+    runs = [
+        federate(with_layers(MUON(send_direction=send)), DATA, tmp_path, network=NormNet)[0].x
+        for send in (True, False)
+    ]
+    for sent, derived in zip(*runs, strict=True):
+        for key, value in sent.items():
+            torch.testing.assert_close(derived[key], value, rtol=0, atol=1e-9)
 
 
 def test_a_local_head_and_nothing_shared(tmp_path):

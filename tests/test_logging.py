@@ -334,14 +334,14 @@ GRAMS = 2**2 + 1**2 + 3**2 + 3**2 + 3**2 + 8**2
         (partial(MuLoCo, 0.1), 49, 49),  # the inner state stays with the client
         (partial(FedLADA, 0.1), 98, 147),  # v up; g_a and vbar down
         (partial(FedLADA, 0.1, alpha=1.0), 98, 98),
-        # A mean of v for each of five tensors; down also Delta and the weight of v, of 8 bytes.
-        (partial(FedAdamW, 0.1), 49 + 5, 98 + 5 + 2),
-        (partial(FedAdamW, 0.1, second_moment="full"), 98, 147 + 2),
-        (partial(FedAdamW, 0.1, alpha=0.0), 49 + 5, 49 + 5 + 2),
+        # A mean of v for each of five tensors; down also Delta and the weight of v.
+        (partial(FedAdamW, 0.1), 49 + 5, 98 + 5 + 1),
+        (partial(FedAdamW, 0.1, second_moment="full"), 98, 147 + 1),
+        (partial(FedAdamW, 0.1, alpha=0.0), 49 + 5, 49 + 5 + 1),
         (partial(FedPAC, 0.1, averaged=[]), 49, 98),
-        # A moment, and down its weight in double precision: the server knows K_i.
-        (partial(FedPAC, 0.1), 49 + 49, 98 + 49 + 2),
-        (partial(FedPAC, 0.1, averaged=["exp_avg", "exp_avg_sq"]), 49 + 98, 98 + 98 + 4),
+        # A moment, and down its weight: the server knows K_i.
+        (partial(FedPAC, 0.1), 49 + 49, 98 + 49 + 1),
+        (partial(FedPAC, 0.1, averaged=["exp_avg", "exp_avg_sq"]), 49 + 98, 98 + 98 + 2),
         (
             partial(
                 FedPAC, 0.1, partial(torch.optim.SGD, momentum=0.9), averaged=["momentum_buffer"]
@@ -350,7 +350,7 @@ GRAMS = 2**2 + 1**2 + 3**2 + 3**2 + 3**2 + 8**2
         ),
         (partial(FedAvg, 0.1, SOAP), 49, 49),
         # Four axes of the convolution, two of the matrix.
-        (partial(FedPAC, 0.1, SOAP, averaged=["gram"]), 49 + GRAMS, 98 + GRAMS + 2),
+        (partial(FedPAC, 0.1, SOAP, averaged=["gram"]), 49 + GRAMS, 98 + GRAMS + 1),
     ],
     ids=[
         *("fedavg", "fedadam", "local_muon", "scaffold", "fedmuon", "matrices", "no_pull", "no_m"),

@@ -35,6 +35,9 @@ from fedmuon_pl import (
     Scaffold,
     ServerMuon,
 )
+from fedmuon_pl.algorithms.base import Algorithm, Mechanism, Member
+from fedmuon_pl.algorithms.local import TorchRule
+from fedmuon_pl.algorithms.mechanisms import StateAveraging
 from fedmuon_pl.schedules import Cosine
 
 SGD = torch.optim.SGD
@@ -105,6 +108,12 @@ METHODS = {
         {"lr": 0.2, "alpha": 0.3, "population": 5},
         {"dynamic_regularisation.h": "h"},
     ),
+    "feddyn-decay": (
+        partial(FedDyn, 0.2, alpha=0.3, weight_decay=0.1),
+        reference.feddyn,
+        {"lr": 0.2, "alpha": 0.3, "population": 5, "weight_decay": 0.1},
+        {"dynamic_regularisation.h": "h"},
+    ),
     "fednova": (
         partial(FedNova, 0.1, momentum=0.9, nesterov=True),
         reference.fednova,
@@ -114,6 +123,12 @@ METHODS = {
         partial(FedCM, 0.3, alpha=0.2),
         reference.fedcm,
         {"lr": 0.3, "alpha": 0.2},
+        {"client_momentum.delta": "delta"},
+    ),
+    "fedcm-decay": (
+        partial(FedCM, 0.3, alpha=0.2, weight_decay=0.1),
+        reference.fedcm,
+        {"lr": 0.3, "alpha": 0.2, "weight_decay": 0.1},
         {"client_momentum.delta": "delta"},
     ),
     "fedacg": (
@@ -134,10 +149,16 @@ METHODS = {
         {"lr": 0.2, "server_lr": 0.6, "population": 5},
         {"control_variates.c": "c"},
     ),
-    "scaffold-option-i": (
-        partial(Scaffold, 0.2, option="I"),
+    "scaffold-decay": (
+        partial(Scaffold, 0.2, weight_decay=0.1),
         reference.scaffold,
-        {"lr": 0.2, "population": 5, "data": DATA},
+        {"lr": 0.2, "population": 5, "weight_decay": 0.1},
+        {"control_variates.c": "c"},
+    ),
+    "scaffold-option-i": (
+        partial(Scaffold, 0.2, option="I", weight_decay=0.1),
+        reference.scaffold,
+        {"lr": 0.2, "population": 5, "data": DATA, "weight_decay": 0.1},
         {"control_variates.c": "c"},
     ),
     "mime": (
@@ -583,11 +604,62 @@ def test_torchs_adam_goes_on_with_its_one_count(tmp_path):
         (AdamW, ["momentum_buffer"], "no local optimiser keeps a state 'momentum_buffer'.*exp_avg"),
         (SGD, ["momentum_buffer"], "no local optimiser keeps a state"),
         (torch.optim.AdamW, ["exp_avg"], r"AdamW cannot start.*without \['exp_avg_sq'\]"),
+        # In the eigenbasis of one client it means nothing to another.
+        (SOAP, ["exp_avg_sq"], "SOAP cannot start from an averaged 'exp_avg_sq'; it can from exp_"),
+        (
+            partial(AdamW, amsgrad=True),
+            ["max_exp_avg_sq"],
+            r"AdamW cannot start from \['max_exp_avg_sq'\] without \['exp_avg_sq'\]",
+        ),
+        (SOAP, ["basis"], "SOAP cannot start from an averaged 'basis'"),
     ],
 )
 def test_states_that_cannot_be_averaged(optimizer, averaged, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         federate(FedPAC(0.02, optimizer, averaged=averaged), DATA, tmp_path, network=X0Net)
+
+
+@pytest.mark.parametrize("averaged", [["exp_avg_sq"], ["exp_avg_sq", "max_exp_avg_sq"]])
+def test_the_largest_second_moment_is_divided_by_its_weight(averaged, tmp_path):
+    # Every gradient is 1, and so is every step over lr.
+    class Constant(Mechanism):
+        name = "constant"
+
+        def correct(self, run, gradients):
+            for g in gradients:
+                g.fill_(1.0)
+
+    amsgrad = partial(AdamW, amsgrad=True, eps=0.0, weight_decay=0.0)
+    base = FedPAC(0.1, amsgrad, alpha=0.0, averaged=averaged)
+    algorithm = Algorithm(base.local, [Constant(), *base.mechanisms])
+    recorder, _ = federate(algorithm, DATA, tmp_path, network=X0Net, local_epochs=1)
+    mean = 0.0
+    for r, cohort in enumerate(recorder.rounds):
+        mean += 0.1 * sum(map(len, cohort.values())) / len(cohort)
+        for key, value in recorder.x[r].items():
+            torch.testing.assert_close(X0[key] - value, torch.full_like(value, mean))
+
+
+def test_states_that_one_number_cannot_correct(tmp_path):
+    class Groups(TorchRule):
+        def build(self, leaves, client_axis):
+            groups = [
+                {"params": [leaf], "betas": (0.9, beta)}
+                for leaf, beta in zip(leaves[:2], (0.9, 0.99), strict=True)
+            ]
+            rest = {"params": list(leaves[2:])}
+            return [Member(AdamW([*groups, rest], lr=self.lr), list(range(len(leaves))))]
+
+    rule = Groups(0.02, AdamW)
+    for averaging, message in (
+        (
+            StateAveraging(rule, ["exp_avg_sq"]),
+            "exp_avg_sq_weight differs between parameter groups",
+        ),
+        (StateAveraging(rule, ["exp_avg_sq"], start=1.0), "start are for optimisers without bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            federate(Algorithm(rule, [averaging]), DATA, tmp_path, network=X0Net)
 
 
 def test_one_client_that_shares_all_states_never_stopped(tmp_path):

@@ -108,7 +108,7 @@ def test_each_client_has_moments_of_its_own_age():
     alone = [[p.detach()[c].clone().requires_grad_() for p in together] for c in range(3)]
     optimizer = AdamW(together, **options)
     others = [AdamW(alone[c], **options) for c in range(3)]
-    for key, age in zip(AdamW.weights.values(), ages, strict=True):
+    for key, age in zip(("exp_avg_weight", "exp_avg_sq_weight"), ages, strict=True):
         for p in together:
             optimizer.state[p][key] = age
         for c in range(3):

@@ -35,7 +35,7 @@ from fedmuon_pl.server.reduce import shares
 # Rates as they are, small evaluation batches so that every process has some, two rounds or four.
 EVALUATE = ["--data.init_args.eval_batch_size", "64"]
 EPOCHS = ["--model.local_steps", "null", "--model.local_epochs", "1"]  # clients' work differs
-METHODS = {"fedavg": EPOCHS, "fedmuon": [], "scaffold": EPOCHS, "mime": []}
+METHODS = {"fedavg": EPOCHS, "fedmuon": [], "scaffold": EPOCHS, "mime": [], "fedadamw": EPOCHS}
 METHODS = {k: v for k, v in METHODS.items() if (CONFIGS / f"algorithm/{k}.yaml").is_file()}
 
 
@@ -97,12 +97,13 @@ def test_any_number_of_processes_gives_the_same_run(algorithm, alone, tmp_path):
     assert "devices: 3" in config
 
 
-def test_a_process_may_have_no_client(alone, tmp_path):
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedmuon_cached"])
+def test_a_process_may_have_no_client(algorithm, alone, tmp_path):
     one = ["--server.clients_per_round", "1"]
-    status, folder, said = run("scaffold", tmp_path, 2, *one)
-    assert status == 0
+    status, folder, said = run(algorithm, tmp_path, 2, *one)
+    assert status == 0, said
     assert "1 of 2 processes have nothing to train: a round has 1 clients" in said
-    assert_equal(folder, alone("scaffold", *one))
+    assert_equal(folder, alone(algorithm, *one))
 
 
 def test_two_nodes(alone, tmp_path):

@@ -4,14 +4,17 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
 
 from fedmuon_pl import CIFAR100, IID, FashionMNIST, TinyImageNet
 from fedmuon_pl.cli import main
-from fedmuon_pl.compare.cost import estimate
-from fedmuon_pl.compare.reproduction import build, load_reproduction
+from fedmuon_pl.compare.cost import client_states, estimate
+from fedmuon_pl.compare.reproduction import beside, build, load_reproduction
+from fedmuon_pl.compare.runs import RunData
 from fedmuon_pl.data.generate import GENERATORS, generate
 from fedmuon_pl.errors import ConfigError
 
@@ -63,6 +66,8 @@ def test_a_full_target_is_as_published(name):
         ),
         ("cases", {}, "cases should not be empty"),
         ("sauce", "", "unknown key 'sauce'; allowed are title, source"),
+        ("notes", {"fedprox": "x"}, "a note on fedprox, which the plan does not run"),
+        ("comparable", "no", "comparable should be true or false, not 'no'"),
         ("source", None, "source is missing"),
     ],
 )
@@ -77,6 +82,89 @@ def test_what_a_reproduction_must_not_say(tmp_path, key, value, sentence):
         load_reproduction(path).check()
 
 
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in ("lmo", "mini")])
+def test_baselines_decay_as_much_as_the_papers(name):
+    """FedAvg's 0.001 for every client that makes SGD steps, 0.01 for AdamW and Muon."""
+    reproduction = load_reproduction(name)
+    for run in reproduction.case_plan(reproduction.cases[0], seeds=[0]).runs():
+        decays = {v for key, v in run.settings.items() if key.endswith("weight_decay")}
+        adaptive = "muon" in run.method or "adamw" in run.method
+        no_decay = run.method == "fedlada"  # by its paper
+        assert decays == (set() if no_decay else {0.01 if adaptive else 0.001}), run.method
+
+
+def written_run(folder, method, seed, rate, acc):
+    return RunData(
+        folder=folder,
+        experiment="e",
+        method=method,
+        seed=seed,
+        config={"model.algorithm.init_args.lr": rate},
+        metrics=pd.DataFrame({"round": [0, 1], "test/acc": [0.1, acc]}),
+        done=True,
+    )
+
+
+def test_a_table_says_what_failed_and_what_differs(tmp_path):
+    reproduction = load_reproduction("lmo")
+    case = reproduction.cases[0]
+    runs = [
+        written_run(tmp_path, "fedavg_momentum", 0, 0.1, 0.87),
+        written_run(tmp_path, "fedavg_momentum", 1, 0.1, 0.89),
+        written_run(tmp_path, "scaffold", 0, 0.01, 0.8),
+    ]
+    nan = "round 3, client 1: the training loss became nan"
+    failed = {"scaffold": {1: nan}, "fedavg_adam": {0: nan, 1: nan}}
+    grid, notes = beside(reproduction, case, runs, failed)
+    rows = {row[0]: list(row[1:]) for row in grid.rows}
+    assert grid.heads == ["method", "lr", "seeds", "ours", "published", "difference"]
+    assert rows["fedavg_momentum"] == ["0.1", "2", "88.00 ± 1.41", "86.00 ± 1.00", "+2.00"]
+    # The survivor alone is no mean to compare, and a method that always fails keeps its row.
+    assert rows["SCAFFOLD"] == ["0.01", "1 of 2", "80.00", "86.00 ± 1.00", "-"]
+    assert rows["fedavg_adam"] == ["-", "0 of 2", "-", "-", "-"]
+    assert f"SCAFFOLD, seed 1, did not finish: {nan}" in notes
+    assert sum("fedavg_adam, seed" in note for note in notes) == 2
+    assert any(note.startswith("SCAFFOLD: ours takes plain SGD steps") for note in notes)
+    # Numbers of another task are shown, and never subtracted.
+    mini = load_reproduction("mini")
+    grid, _ = beside(mini, mini.cases[0], [written_run(tmp_path, "fedavg", 0, 0.1, 0.8)])
+    assert grid.heads[-1] == "published"
+    assert {len(row) for row in grid.rows} == {5}
+
+
+@pytest.mark.parametrize(
+    ("clients", "cohort", "rounds"), [(100, 10, 300), (16, 8, 1000), (100, 10, 5)]
+)
+def test_client_state_is_not_underestimated(clients, cohort, rounds):
+    """Against the files of a run, swept every 10 rounds, its best checkpoint a third in."""
+    generator = np.random.default_rng(0)
+    latest, files, best, peak = {}, set(), set(), 0
+    for r in range(rounds):
+        latest |= dict.fromkeys(generator.choice(clients, cohort, replace=False).tolist(), r)
+        files.add(r)
+        if r == rounds // 3:
+            best = set(latest.values())
+        peak = max(peak, len(files))
+        if r % 10 == 9:
+            files &= set(latest.values()) | best
+    assert 0.7 * peak * cohort <= client_states(clients, cohort, rounds) <= 1.5 * peak * cohort
+
+
+def test_rounds_are_put_so_that_the_last_is_evaluated():
+    reproduction = load_reproduction("cifar100-resnet18")
+    case = reproduction.cases[0]
+    assert reproduction.case_plan(case).runs()[0].settings["trainer.check_val_every_n_epoch"] == 10
+    for rounds, every in ((25, 5), (20, 10), (7, 7), (13, 1)):
+        run = reproduction.case_plan(case, rounds=rounds).runs()[0]
+        assert run.rounds == run.settings["trainer.max_epochs"] == rounds
+        assert run.settings["trainer.check_val_every_n_epoch"] == every
+        assert f"--trainer.max_epochs={rounds}" in run.command
+        evaluated = f"--trainer.check_val_every_n_epoch={every}" in run.command
+        assert evaluated is (every != 10)
+    with pytest.raises(ConfigError, match="so that its last round would not be evaluated"):
+        reproduction.case_plan(case, set={"trainer.max_epochs": 25}).runs()
+
+
 def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch, forked):
     monkeypatch.chdir(tmp_path)
     words = ["reproduce", "lmo", "--smoke", "--root", "r", "-o", "out"]
@@ -88,12 +176,14 @@ def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch, forked):
     assert re.search(r"4 runs: about .* and at most 0\.\d GB of disk in r/lmo-smoke", shown)
     page = (tmp_path / "out" / "lmo.md").read_text()
     assert "these numbers say nothing" in page
-    row = re.search(r"\| fedavg_momentum +\| +1 \| +(\S+) \| 86.00 ± 1.00 \| +(\S+) \|", page)
+    row = re.search(
+        r"\| fedavg_momentum +\| +0.1 \| +1 \| +(\S+) \| 86.00 ± 1.00 \| +(\S+) \|", page
+    )
     assert row, page
     assert float(row[2]) == pytest.approx(float(row[1]) - 86.0)
     # A published number that was not run again still stands there; a method without either not.
-    assert re.search(r"\| FedMuon-LMO +\| +0 \| +- \| 89.50 ± 0.50 \| +- \|", page)
-    assert re.search(r"\| FedMuon +\| +1 \| +\d+\.\d+ \| +- \| +- \|", page)
+    assert re.search(r"\| FedMuon-LMO +\| +- \| +0 \| +- \| 89.50 ± 0.50 \| +- \|", page)
+    assert re.search(r"\| FedMuon +\| +0.0032 \| +1 \| +\d+\.\d+ \| +- \| +- \|", page)
     assert "Made by `fedmuon reproduce lmo --only fedavg_momentum fedmuon --smoke` at" in page
     assert r"\toprule" in (tmp_path / "out" / "lmo.tex").read_text()
     for case in ("dir0.1", "dir10"):
@@ -150,9 +240,10 @@ def test_the_estimate_counts_what_is_left(tmp_path):
     muon = cost(seeds=[0, 1], entries=[entries["local_muon"]])
     steps = 80_000 * (muon.step + muon.orthogonalise)
     assert muon.seconds == pytest.approx(steps + 2 * rest(muon, 100))
-    # Two checkpoints a run; SCAFFOLD keeps one variate for each of 16 clients.
+    # Two checkpoints a run; SCAFFOLD keeps variates, in files of a round's 8 clients. One lasts
+    # 2 (1 + 1/2 + ... + 1/8) = 5.4 rounds, twice because of the best checkpoint, and a sweep 10.
     scaffold = cost(seeds=[0], entries=[entries["scaffold"]])
-    assert scaffold.bytes - one.bytes == 16 * 4 * 61706
+    assert scaffold.bytes - one.bytes == (11 + 10) * 8 * 4 * 61706
     run = reproduction.case_plan(case, seeds=[0], entries=[entries["scaffold"]]).runs(tmp_path)[0]
     run.folder.mkdir(parents=True)
     rows = "".join(f"{r},0.5\n" for r in range(750))

@@ -191,3 +191,28 @@ def test_the_commands_choose_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (folder / "done").unlink()
     _, said = choose_trials(read_runs([tmp_path])[0])
     assert "chosen by val acc after the last round, seeds 0, 1: lr=1." in said["toy"][0]
+
+
+def test_runs_that_the_points_were_tried_for_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tuning trials beside the reported runs, with a seed of their own."""
+    for rate, acc in ((0.1, 0.9), (1, 0.95)):
+        write_run(tmp_path, f"fedavg@lr={rate}", 10, [0.5, acc])
+    for seed in (0, 1):
+        write_run(tmp_path, "fedavg", seed, [0.5, 0.7])
+        write_run(tmp_path, "fedmuon", seed, [0.5, 0.65])
+    kept, said = choose_trials(read_runs([tmp_path])[0])
+    assert [run.folder.name for run in kept] == [
+        "fedavg-s0", "fedavg-s1", "fedmuon-s0", "fedmuon-s1"
+    ]  # fmt: skip
+    assert said["toy"] == [
+        "FedAvg: as it is, seeds 0, 1; its 2 other points have seed 10 and are left out."
+    ]
+    # The first point without its seed, and the other of one seed: no point has them all.
+    other = tmp_path / "other"
+    write_run(other, "fedavg@lr=0.1", 0, [0.5, 0.7])
+    write_run(other, "fedavg@lr=1", 1, [0.5, 0.7])
+    assert compare_main([str(other)]) == 2
+    said_so = capsys.readouterr().err
+    assert "toy: nothing is left. FedAvg: 2 trials, none of which went well" in said_so

@@ -102,6 +102,13 @@ class Algorithm:
             if mechanism.stays_local and mechanism is not self.mechanisms[0]:
                 # The others must find the client's own start, and no displacement.
                 raise ValueError(f"{mechanism.name} must be the first of the mechanisms")
+        asks = [m.name for m in self.mechanisms if m.full_gradient or m.anchor_gradient]
+        if asks and self.stays_local():
+            # They are taken at the global model, which is not where such a client is.
+            raise ValueError(
+                f"{self.mechanisms[0].name} cannot be combined with {asks[0]}, which asks for "
+                f"gradients at x^r: every client has an x^r of its own"
+            )
         self._scales = scales
         self._built: dict[tuple[int, ...], list[Member]] = {}
 
@@ -191,15 +198,19 @@ class Algorithm:
         uploads = {m.name: m.end(run) for m in self.mechanisms}
         return {name: upload for name, upload in uploads.items() if upload is not None}
 
-    def aggregate(self, means: Mapping[str, Tensors], cohort_size: int) -> Tensors:
+    def aggregate(
+        self, means: Mapping[str, Tensors], cohort_size: int, lr_factor: float = 1.0
+    ) -> Tensors:
         """New server state of every mechanism, and what the server steps along.
 
         Args:
             means: The averaged uploads by mechanism, and the mean ``"displacement"``; in float64.
             cohort_size: S, the clients whose updates were accepted.
+            lr_factor: As in :meth:`begin`.
         """
         direction = means["displacement"]
         for mechanism in self.mechanisms:
+            mechanism.lr = [rate * lr_factor for rate in self.rates]
             mechanism.aggregate(means.get(mechanism.name, []), cohort_size)
             direction = mechanism.server_direction(direction)
         return direction

@@ -22,10 +22,12 @@ class FedAdamW(Algorithm):
         x <- x - eta (mhat / (sqrt(vhat) + eps) + alpha Delta + lambda x)
         mhat = m / (1 - beta1^k),  vhat = v / (1 - beta2^t)
 
-    and at the round's end ``Delta = -sum_i w_i (x_i - x^r) / (K_i eta)`` and vbar is the mean of
-    the clients' v, of which only block means are sent; both are 0 at first. The paper prints
-    ``- lambda x``, which would let weights grow; here they decay. Its blocks for Transformers
-    follow the Hessian's structure; here a block is a parameter.
+    (at unequal K_i, 1 - beta2^t is the weight of the gradients in v, averaged with it, see
+    :class:`~fedmuon_pl.optim.adamw.AdamW`), and at the round's end
+    ``Delta = -sum_i w_i (x_i - x^r) / (K_i eta)`` and vbar is the mean of the clients' v, of which
+    only block means are sent; both are 0 at first. The paper prints ``- lambda x``, which would let
+    weights grow; here they decay. Its blocks for Transformers follow the Hessian's structure; here
+    a block is a parameter.
 
     The authors' code (github.com/junkangLiu0/FedAdamW) differs: it sends all of v
     (``second_moment="full"``), counts t at a constant number of steps a round, and divides m too

@@ -20,7 +20,9 @@ class LocalLayers(Mechanism):
     is x^0 for good; later it goes on from where its last round ended. Their displacement is zero
     for the server and for other mechanisms, before which this one stands: to FedProx their x^r is
     the client's own start, and SCAFFOLD's control variates or FedMuon's shared direction are zero
-    there (and still count as sent). So any method can be made personal::
+    there (and still count as sent); optimiser state that is averaged, as FedMuon's momentum, is
+    averaged of these layers too. Methods that ask for gradients at x^r (SCAFFOLD's option I, Mime)
+    are refused. Any other can be made personal::
 
         base = FedMuon(lr=0.02)
         Algorithm(base.local, [LocalLayers(), *base.mechanisms], base.server)

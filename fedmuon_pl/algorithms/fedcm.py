@@ -1,10 +1,12 @@
 """FedCM: client-level momentum."""
 
+from functools import partial
+
 import torch
 
 from ..clients import Tensors
 from .base import Algorithm, LocalRun, Mechanism, ServerRule, Setting, Upload
-from .local import TorchRule
+from .local import TorchRule, not_negative
 
 __all__ = ["ClientMomentum", "FedCM"]
 
@@ -56,8 +58,18 @@ class FedCM(Algorithm):
     Args:
         lr: Local learning rate.
         alpha: Weight of the client's own gradient.
+        weight_decay: Coupled (L2), added whole to the mixed direction, not weighed by alpha, as in
+            the FedCM of FedMuon's code (github.com/junkangLiu0/FedMuon).
         server: Server rule on the pseudo-gradient; plain averaging if None.
     """
 
-    def __init__(self, lr: float, alpha: float = 0.1, server: ServerRule | None = None) -> None:
-        super().__init__(TorchRule(lr), [ClientMomentum(alpha)], server)
+    def __init__(
+        self,
+        lr: float,
+        alpha: float = 0.1,
+        weight_decay: float = 0.0,
+        server: ServerRule | None = None,
+    ) -> None:
+        decay = not_negative("weight_decay", weight_decay)
+        rule = TorchRule(lr, partial(torch.optim.SGD, weight_decay=decay))
+        super().__init__(rule, [ClientMomentum(alpha)], server)

@@ -1,10 +1,12 @@
 """FedDyn: dynamic regularisation."""
 
+from functools import partial
+
 import torch
 
 from ..clients import Tensors
 from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
-from .local import TorchRule, positive
+from .local import TorchRule, not_negative, positive
 
 __all__ = ["DynamicRegularisation", "FedDyn"]
 
@@ -68,7 +70,10 @@ class FedDyn(Algorithm):
     Args:
         lr: Local learning rate.
         alpha: Strength of the dynamic regularisation.
+        weight_decay: Coupled (L2), a part of every client's loss.
     """
 
-    def __init__(self, lr: float, alpha: float = 0.1) -> None:
-        super().__init__(TorchRule(lr), [DynamicRegularisation(alpha)])
+    def __init__(self, lr: float, alpha: float = 0.1, weight_decay: float = 0.0) -> None:
+        decay = not_negative("weight_decay", weight_decay)
+        rule = TorchRule(lr, partial(torch.optim.SGD, weight_decay=decay))
+        super().__init__(rule, [DynamicRegularisation(alpha)])

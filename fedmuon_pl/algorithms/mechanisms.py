@@ -114,7 +114,7 @@ class CachedAlignment(Alignment):
                 "send_direction=False needs model.local_steps: with local_epochs clients make "
                 "different numbers of steps, and Delta_g cannot be derived from x^r - x^{r-1}"
             )
-        self._steps = setting.local_steps
+        self._steps, self._x = setting.local_steps, setting.x
         # On the CPU, since they are read as numbers.
         etas = [torch.zeros((), dtype=torch.float64) for _ in self.indices]
         self.server_state = {"previous": setting.zeros(self.indices), "sum_eta": etas}
@@ -128,11 +128,13 @@ class CachedAlignment(Alignment):
         super().begin(run)
         (last,) = run.client_state["took_part"]
         self._behind = int((last != run.round).sum())
-        self._x0, self._lr = run.x0, run.lr
 
     def delta_g(self, run: LocalRun) -> Tensors:
         """-(x^r - x^{r-1}) / (K eta_{r-1}), and 0 where eta was 0."""
-        moved = torch._foreach_sub([run.x0[i] for i in self.indices], self.server_state["previous"])
+        # Not run.x0, which of layers that stay local is each client's own.
+        moved = torch._foreach_sub(
+            [self._x[i] for i in self.indices], self.server_state["previous"]
+        )
         inverse = [-1 / float(s) if s > 0 else 0.0 for s in self.server_state["sum_eta"]]
         return list(torch._foreach_mul(moved, inverse))
 
@@ -154,8 +156,8 @@ class CachedAlignment(Alignment):
 
     def server_direction(self, displacement: Tensors) -> Tensors:
         """Keeps x^r, which will be the x^{r-1} of the next round."""
-        self.replace("previous", [self._x0[i] for i in self.indices])
-        etas = [self._steps * self._lr[i] for i in self.indices]
+        self.replace("previous", [self._x[i] for i in self.indices])
+        etas = [self._steps * self.lr[i] for i in self.indices]
         self.replace("sum_eta", [torch.tensor(eta, dtype=torch.float64) for eta in etas])
         return displacement
 
@@ -186,9 +188,11 @@ class StateAveraging(Mechanism):
         block_means: Whether only the mean of each tensor's elements is sent, both ways.
 
     Raises:
-        ValueError: In ``setup``, if no optimiser keeps a named state, or one that cannot fill in
-            the rest of its state would have to: of torch's Adam, for one, all or nothing can be
-            averaged, as both moments share one count.
+        ValueError: In ``setup``, if no optimiser keeps a named state, it means nothing to another
+            client (SOAP's second moment, in a basis of its own), or an optimiser that cannot fill
+            in the rest of its state would have to: of torch's Adam, for one, all or nothing can be
+            averaged, as both moments share one count. Also for ``copies`` or ``start`` where the
+            optimiser corrects a bias.
     """
 
     name = "state_averaging"
@@ -236,15 +240,30 @@ class StateAveraging(Mechanism):
             if not any(map(pattern.fullmatch, self._indices)):
                 have = "; ".join(f"{k}: {sorted(v)}" for k, v in found.items())
                 raise ValueError(f"no local optimiser keeps a state {name!r} ({have})")
+        if self._numbers and (self._copies or self._start != 0):
+            raise ValueError("copies and start are for optimisers without bias correction")
         for key in self._numbers:
-            self.server_state[key] = [setting.x[0].new_zeros((), dtype=torch.float64)]
+            # In the weights' dtype, as all that is averaged: the sum's last bits follow how many
+            # processes there are.
+            self.server_state[key] = [setting.x[0].new_zeros(())]
 
     def _numbers_of(self, kind: type, state: Mapping[str, Any], wanted: Sequence[str]) -> set[str]:
         """Names of the weights or step counts that belong to the wanted states."""
         own: Mapping[str, str] | None = getattr(kind, "weights", None)
         if own is not None:
             bases = {re.sub(r"_\d+$", "", key) for key in wanted}
-            return {own[key] for key in bases if key in own} & set(state)
+            if bases - set(own):
+                raise ValueError(
+                    f"{kind.__name__} cannot start from an averaged {min(bases - set(own))!r}; it "
+                    f"can from {', '.join(own)}"
+                )
+            numbers = {own[key] for key in bases} & set(state)
+            lacking = {number.removesuffix("_weight") for number in numbers} - bases
+            if lacking:  # the largest second moment, as old as one that starts anew
+                raise ValueError(
+                    f"{kind.__name__} cannot start from {wanted} without {sorted(lacking)}"
+                )
+            return numbers
         counts = {k for k, v in state.items() if not isinstance(v, Tensor) or v.ndim == 0}
         missing = set(state) - counts - set(wanted)
         if missing:
@@ -272,7 +291,7 @@ class StateAveraging(Mechanism):
         tensors = [t for key, ids in self._indices.items() for t in run.get_state(key, ids)]
         if self._block_means:
             tensors = [t.reshape(len(t), -1).mean(1) for t in tensors]
-        numbers = [run.get_number(key, ids[0]) for key, ids in self._numbers.items()]
+        numbers = [run.get_number(key, ids) for key, ids in self._numbers.items()]
         return Upload([*tensors, *numbers], sent=tensors)
 
     def aggregate(self, mean: Tensors, cohort_size: int) -> None:

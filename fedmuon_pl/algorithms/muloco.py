@@ -17,6 +17,9 @@ from .local import MuonRule, positive
 __all__ = ["KeptState", "MuLoCo"]
 
 
+_NUMBERS = ("exp_avg_weight", "exp_avg_sq_weight")
+
+
 class KeptState(Mechanism):
     """A client goes on with the inner optimiser's state of its last round: M, m and v.
 
@@ -27,7 +30,7 @@ class KeptState(Mechanism):
     """
 
     name = "kept_state"
-    client_state = ("momentum_buffer", *AdamW.weights, *AdamW.weights.values())
+    client_state = ("momentum_buffer", "exp_avg", "exp_avg_sq", *_NUMBERS)
 
     def __init__(self, rule: MuonRule) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class KeptState(Mechanism):
 
     def client_state_like(self, name: str, setting: Setting) -> Tensors:
         """M of the matrices, m and v of the rest, one number for the weight of all m or all v."""
-        if name in AdamW.weights.values():
+        if name in _NUMBERS:
             return [setting.x[0].new_zeros((), dtype=torch.float64)]
         return setting.zeros(self._indices(name))
 
@@ -46,7 +49,7 @@ class KeptState(Mechanism):
         """Places what the client kept."""
         for name in self.client_state:
             values, indices = run.client_state[name], self._indices(name)
-            if name in AdamW.weights.values():
+            if name in _NUMBERS:
                 run.set_number(name, indices, values[0])
             else:
                 run.set_state(name, indices, values, per_client=True)
@@ -55,10 +58,10 @@ class KeptState(Mechanism):
         """Keeps it."""
         for name in self.client_state:
             indices = self._indices(name)
-            if name not in AdamW.weights.values():
+            if name not in _NUMBERS:
                 run.client_state[name] = run.get_state(name, indices)
             elif indices:
-                run.client_state[name] = [run.get_number(name, indices[0])]
+                run.client_state[name] = [run.get_number(name, indices)]
 
 
 class MuLoCo(Algorithm):

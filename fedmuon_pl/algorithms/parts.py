@@ -221,11 +221,20 @@ class LocalRun:
             number = value if own else torch.tensor(value, dtype=torch.float32).to(leaf.device)
             optimizer.state[leaf][key] = number
 
-    def get_number(self, key: str, index: int) -> Tensor:
-        """Reads such a state of each client, ``(C,)`` in float64; 0 where there is none."""
-        optimizer, leaf = self._leaf(index)
-        value = optimizer.state[leaf].get(key, 0.0)
-        found = torch.as_tensor(value, dtype=torch.float64, device=leaf.device)
+    def get_number(self, key: str, indices: Sequence[int]) -> Tensor:
+        """Reads such a state of each client, ``(C,)`` in float64; 0 where there is none.
+
+        Raises:
+            ValueError: If it is not the same for all these parameters.
+        """
+        leaves = [self._leaf(i) for i in indices]
+        values = [optimizer.state[leaf].get(key, 0.0) for optimizer, leaf in leaves]
+        if len({v for v in values if isinstance(v, float)}) > 1:
+            raise ValueError(
+                f"{key} differs between parameter groups, and one number stands for all of them: "
+                f"give the groups the same betas"
+            )
+        found = torch.as_tensor(values[0], dtype=torch.float64, device=leaves[0][1].device)
         return found.expand(len(self.clients))
 
     def _leaf(self, index: int) -> tuple[Optimizer, Tensor]:
@@ -253,6 +262,8 @@ class Mechanism:
         stays_local: Names of the parameters and buffers that the clients keep for themselves:
             never averaged, sent or received. Set in :meth:`setup`, by a method's first mechanism
             only.
+        lr: The learning rate eta of each parameter in this round, as in :attr:`LocalRun.lr`; also
+            in a process that has no client in the round. Set before :meth:`aggregate`.
     """
 
     name: str
@@ -260,6 +271,7 @@ class Mechanism:
     full_gradient: Literal["client", "cohort"] | None = None
     anchor_gradient: bool = False
     stays_local: frozenset[str] = frozenset()
+    lr: list[float]
 
     def __init__(self) -> None:
         self.server_state: dict[str, Tensors] = {}

@@ -8,7 +8,7 @@ import torch
 from ..clients import Tensors
 from ..errors import ConfigError
 from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
-from .local import TorchRule, positive
+from .local import TorchRule, not_negative, positive
 
 __all__ = ["ControlVariates", "Scaffold"]
 
@@ -25,6 +25,8 @@ class ControlVariates(Mechanism):
 
     Args:
         option: ``"I"`` or ``"II"`` (equation 4).
+        weight_decay: Coupled (L2), a part of f_i: option I adds it to the gradient at x^r, and in
+            option II it is among the steps.
 
     Raises:
         ValueError: For another option.
@@ -33,8 +35,9 @@ class ControlVariates(Mechanism):
     name = "control_variates"
     client_state = ("c_i",)
 
-    def __init__(self, option: Literal["I", "II"]) -> None:
+    def __init__(self, option: Literal["I", "II"], weight_decay: float = 0.0) -> None:
         super().__init__()
+        self._weight_decay = weight_decay
         if option not in ("I", "II"):
             raise ValueError(f'option={option!r}: SCAFFOLD has the options "I" and "II"')
         self.full_gradient = "client" if option == "I" else None
@@ -59,6 +62,8 @@ class ControlVariates(Mechanism):
         """The change of c_i (equation 4); the new c_i stays with the client."""
         if run.full_gradient is not None:
             change = list(torch._foreach_sub(run.full_gradient, run.client_state["c_i"]))
+            if self._weight_decay != 0:
+                torch._foreach_add_(change, run.x0, alpha=self._weight_decay)
         else:
             change = self._second_option(run)
         run.client_state["c_i"] = list(torch._foreach_add(run.client_state["c_i"], change))
@@ -89,10 +94,17 @@ class Scaffold(Algorithm):
             paper's experiments, or ``"I"``, by a pass over its whole data at x^r, which is more
             stable and costs as much as an epoch.
         server_lr: Global learning rate eta_g; 1 is plain averaging.
+        weight_decay: Coupled (L2), a part of every client's loss.
     """
 
     def __init__(
-        self, lr: float, option: Literal["I", "II"] = "II", server_lr: float = 1.0
+        self,
+        lr: float,
+        option: Literal["I", "II"] = "II",
+        server_lr: float = 1.0,
+        weight_decay: float = 0.0,
     ) -> None:
-        rule = partial(torch.optim.SGD, lr=positive("server_lr", server_lr))
-        super().__init__(TorchRule(lr), [ControlVariates(option)], rule)
+        decay = not_negative("weight_decay", weight_decay)
+        rule = TorchRule(lr, partial(torch.optim.SGD, weight_decay=decay))
+        server = partial(torch.optim.SGD, lr=positive("server_lr", server_lr))
+        super().__init__(rule, [ControlVariates(option, decay)], server)

@@ -138,6 +138,8 @@ def _section(found: Sequence[Comparison]) -> str:
         )
         parts += [render.to_markdown([grid]) for grid in tables]
         parts += [" ".join(comparison.statements) + "\n"] if comparison.statements else []
+        if comparison.notes:
+            parts.append("".join(f"- {note}\n" for note in comparison.notes))
     return "\n".join(parts)
 
 

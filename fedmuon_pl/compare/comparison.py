@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.text import Text
 
+from ..errors import ConfigError
 from . import render
 from .console import write
 from .fairness import differences
@@ -145,12 +146,15 @@ def compare_runs(
         given: For each experiment what is to be said of the choice, where it was made before.
 
     Raises:
-        ConfigError: If there is no such method.
+        ConfigError: If there is no such method, or no point of an experiment went well with every
+            seed.
     """
     said = dict(given or {})
     if not all_trials:
         runs, chosen = choose_trials(runs, metric)
         said = {**chosen, **said}
+        for experiment in chosen.keys() - {run.experiment for run in runs}:
+            raise ConfigError(f"{experiment}: nothing is left. {' '.join(chosen[experiment])}")
     found = []
     high = higher_is_better(metric)
     for experiment in dict.fromkeys(run.experiment for run in runs):

@@ -10,7 +10,7 @@ from .plan import Run
 from .reproduction import build
 from .runs import progress
 
-__all__ = ["Cost", "estimate"]
+__all__ = ["Cost", "client_states", "estimate"]
 
 _REPEATS = 3
 _START = 5.0  # seconds from the command to the first round, with one of two slow cores
@@ -45,7 +45,8 @@ def estimate(
     Counted are the local steps, the orthogonalisation of those that do it, the evaluations on
     validation and test images, and five seconds for the start of each run; not passes over a
     client's whole data (Mime), nor that runs side by side slow each other. Disk: two
-    checkpoints a run, and the state of every client for the methods that keep one.
+    checkpoints a run, and the files of client state for the methods that keep one
+    (:func:`client_states`).
 
     Args:
         runs: Of one network, with the same ``batch_size`` and with ``local_steps``; rounds that are
@@ -110,8 +111,26 @@ def estimate(
         if run.method not in kept:
             algorithm = build("algorithm", run.settings)
             kept[run.method] = sum(len(m.client_state) for m in algorithm.mechanisms)
-        size += kept[run.method] * int(run.settings["data.init_args.clients"]) * 4 * weights
+        if kept[run.method]:
+            clients = int(run.settings["data.init_args.clients"])
+            size += kept[run.method] * client_states(clients, cohort, run.rounds or 1) * 4 * weights
     return Cost(seconds, size, one, more, forward, str(device))
+
+
+def client_states(clients: int, cohort: int, rounds: int) -> int:
+    """How many clients' states lie on disk at most, with some luck.
+
+    A round writes one file of its S clients, which stays until the last of them has taken part
+    again: (N / S) (1 + 1/2 + ... + 1/S) rounds in the mean, and 10 more until the next sweep. The
+    best checkpoint keeps as many of its own.
+
+    Args:
+        clients: N.
+        cohort: S.
+        rounds: Of the run.
+    """
+    lasting = clients / cohort * sum(1 / n for n in range(1, cohort + 1))
+    return cohort * min(rounds, round(2 * lasting) + 10)
 
 
 def _seconds(work: Callable[[], None], device: object) -> float:

@@ -4,6 +4,7 @@ A run's folder is the only memory: a finished run is skipped and a half-done one
 started it and however it ended.
 """
 
+import json
 import os
 import re
 import shlex
@@ -13,13 +14,15 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
+from ..environment import FILE, PLANNED
+from .fairness import SPEED
 from .plan import Plan, PlanError, Run, flag_text
 from .runs import done_rounds, flatten, progress, read_yaml
 
@@ -71,34 +74,86 @@ def _finished(run: Run) -> bool:
 
 
 def _conflict(run: Run) -> str | None:
-    """The first planned value that the folder's ``config.yaml`` contradicts.
+    """The first planned value that the folder's run contradicts.
 
     A finished run is only as good as its settings: after a new tuning, its old result must not
-    stand for the new learning rate. Only what decides the result is compared; ``auto`` and paths
-    are resolved before they are saved.
+    stand for the new learning rate. Only what decides the result is compared. A run that a plan
+    made has what was planned in ``environment.json``: that is compared both ways. In
+    ``config.yaml``, which every run has, are all defaults too, and ``auto`` and paths as resolved.
     """
     try:
         saved = flatten(read_yaml(run.folder / "config.yaml"))
     except (OSError, ValueError):
         return None  # reported by whoever reads the run
-    for key, planned in run.settings.items():
-        decides = key.split(".")[0] in ("model", "data", "server") or key == "trainer.precision"
-        if not decides or key not in saved:
-            continue
-        there, here = (
-            str(value).split(".")[-1] if key.endswith("class_path") else flag_text(value)
-            for value in (saved[key], planned)
-        )
-        if planned == "auto" or "/" in there + here:
-            continue
-        if there != here and not _equal_numbers(there, here):
-            return f"{key} is {there} there and {here} in the plan"
+    done = done_rounds(run.folder)
+    if done is not None and run.rounds is not None and done > run.rounds:
+        return f"it has {done} rounds, and the plan {run.rounds}"
+    planned, before = deciding(run.settings), _planned_before(run)
+    for key, value in planned.items():
+        if key in before:
+            if not _same(key, before[key], value):
+                return _differs(key, before[key], value)
+        elif key in saved:
+            resolved = value == "auto" or "/" in flag_text(saved[key]) + flag_text(value)
+            if not resolved and not _same(key, saved[key], value):
+                return _differs(key, saved[key], value)
+        else:
+            parent = next((p for p in _parents(key) if p in saved), None)
+            if parent is not None:  # null there, a class here
+                return _differs(parent, saved[parent], planned.get(f"{parent}.class_path", "set"))
+            if value is None and f"{key}.class_path" in saved:
+                return _differs(key, saved[f"{key}.class_path"], None)
+    for key, value in before.items():
+        if key not in planned and value is not None:
+            return _differs(key, value, "not set")
     return None
 
 
-def _equal_numbers(one: str, other: str) -> bool:
+def _differs(key: str, there: object, here: object) -> str:
+    return f"{key} is {_text(key, there)} there and {_text(key, here)} in the plan"
+
+
+def _text(key: str, value: object) -> str:
+    """A value as on the command line, a class without its module."""
+    text = flag_text(value)
+    return text.rpartition(".")[2] if key.endswith("class_path") else text
+
+
+def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a plan's settings that decide a run's result.
+
+    Not where a data set lies that has a name; of a folder of images that is what the data are.
+    """
+    named = not str(settings.get("data.class_path")).endswith("ImageFolder")
+    return {
+        key: value
+        for key, value in settings.items()
+        if (key.split(".")[0] in ("model", "data", "server") or key == "trainer.precision")
+        and not SPEED.search(key)
+        and not (named and key == "data.init_args.root")
+    }
+
+
+def _planned_before(run: Run) -> Mapping[str, Any]:
+    """What the plan said that last started the run; nothing if none did."""
     try:
-        return float(one) == float(other)
+        starts = json.loads((run.folder / FILE).read_text(encoding="utf-8"))
+        planned = starts[-1].get("planned")
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return {}
+    return deciding(planned) if isinstance(planned, dict) else {}
+
+
+def _parents(key: str) -> Iterator[str]:
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def _same(key: str, one: object, other: object) -> bool:
+    texts = _text(key, one), _text(key, other)
+    try:
+        return texts[0] == texts[1] or float(texts[0]) == float(texts[1])
     except ValueError:
         return False
 
@@ -197,6 +252,7 @@ class _Child:
                 **os.environ,
                 **dict.fromkeys(_THREADS, str(threads)),
                 **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+                PLANNED: json.dumps(deciding(run.settings), default=str),
                 "PYTHONUNBUFFERED": "1",  # or the log would end with old lines, not with the error
             },
             start_new_session=True,  # the terminal's Ctrl-C goes to us only, and we end it well

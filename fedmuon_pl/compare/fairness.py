@@ -10,10 +10,13 @@ from .runs import RunData
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["conditions", "differences", "settings"]
+__all__ = ["SPEED", "conditions", "differences", "settings"]
 
-# Keys under which two fairly compared runs may differ: how fast, where, how shown; never what.
-_FREE = re.compile(r"(^|\.)(clients_at_once|num_workers|pin_memory|download|root|data_dir|cache)$")
+SPEED = re.compile(
+    r"(^|\.)(clients_at_once|channels_last|eval_batch_size|num_workers|pin_memory|download|cache"
+    r"|verify)$"
+)
+"""Keys under which two fairly compared runs may differ: they say how fast, never what."""
 _SECTIONS = re.compile(
     r"^(data|server|model)\.|^trainer\.(max_epochs|precision)$|(^|\.)(local_\w+|batch_size)$"
 )
@@ -23,10 +26,15 @@ _ABSENT = "(absent)"
 
 def _fair(config: Mapping[str, Any]) -> dict[str, str]:
     """What must be the same for every method of a comparison, as text."""
+    # Where data lie says what they are only if they have no name.
+    named = not str(config.get("data.class_path")).endswith("ImageFolder")
     return {
         key: json.dumps(value, default=str)
         for key, value in config.items()
-        if _SECTIONS.search(key) and not _METHOD.search(key) and not _FREE.search(key)
+        if _SECTIONS.search(key)
+        and not _METHOD.search(key)
+        and not SPEED.search(key)
+        and not (named and key == "data.init_args.root")
     }
 
 

@@ -144,7 +144,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked plan (see the module's docstring and ``configs/plan``)."""
+    """A checked plan (see the module's docstring and ``configs/plan``).
+
+    ``rounds`` takes the place of every run's own number, and evaluations then come as often as
+    before, or more often where the last round would not be evaluated.
+    """
 
     name: str
     experiments: Sequence[str]
@@ -157,6 +161,7 @@ class Plan:
     root: str = "runs"
     search: Search | None = None
     slurm: Mapping[str, Any] = field(default_factory=dict)
+    rounds: int | None = None
 
     @property
     def has_grid(self) -> bool:
@@ -170,7 +175,8 @@ class Plan:
             root: The folder for all runs; the plan's own by default.
 
         Raises:
-            PlanError: If a YAML that a run needs is missing, or two runs would share a folder.
+            PlanError: If a YAML that a run needs is missing, two runs would share a folder, or the
+                last round of one would not be evaluated.
         """
         read = functools.cache(lambda file: flatten(read_yaml(file)))  # most runs share files
         runs = [
@@ -207,7 +213,20 @@ class Plan:
         for file in files:
             settings |= read(file)
         settings |= flags
+        every = settings.get("trainer.check_val_every_n_epoch") or 1
+        if self.rounds:
+            flags["trainer.max_epochs"] = self.rounds
+            fitting = max(n for n in range(1, every + 1) if self.rounds % n == 0)
+            if fitting != every:
+                flags["trainer.check_val_every_n_epoch"] = every = fitting
+            settings |= flags
         rounds = settings.get("trainer.max_epochs")
+        if isinstance(rounds, int) and rounds > 0 and rounds % every:
+            raise PlanError(
+                f"plan {self.name}: {entry.label} has trainer.max_epochs={rounds} and "
+                f"trainer.check_val_every_n_epoch={every}, so that its last round would not be "
+                f"evaluated; make the first a multiple of the second"
+            )
         group = experiment.replace("/", "-")
         method = entry.label + ("@" + _point_name(point) if point else "")
         folder = root / group / f"{method}-s{seed}"

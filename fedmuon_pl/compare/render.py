@@ -106,6 +106,7 @@ def _caption(rows: Sequence[Any], heads: Sequence[str], metric: str) -> str:
         words.append("Worst 10 %: mean test accuracy of the worst tenth of the clients.")
     words.append(f"Mean val: val {metric} averaged over the rounds (area under its curve).")
     words.append("Sent MB: in all, both ways.")
+    words.append("Seconds: all rounds by the clock, which runs side by side on a machine share.")
     return " ".join(words)
 
 

@@ -9,6 +9,7 @@ import json
 import shutil
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ from .runs import RunData, read_runs
 from .sweep_view import SweepView, duration, show_failures
 
 __all__ = ["reproduce_main"]
+
+
+@dataclass(frozen=True)
+class _Section:
+    """One case on the page: its table, what is said under it, and what is significant."""
+
+    case: str
+    grid: render.Grid
+    notes: Sequence[str]
+    curves: str
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +98,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     folder = Path(options.root or "runs/reproduce") / (
         f"{reproduction.name}{'-smoke' if options.smoke else ''}"
         f"{'-parity' if options.parity else ''}"
+        f"{f'-{options.rounds}-rounds' if options.rounds else ''}"
     )
     compared = reproduction.check()
     console.print(
@@ -106,7 +118,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     outcomes: list[Outcome] = []
-    sections: list[tuple[str, render.Grid, str]] = []
+    sections: list[_Section] = []
     output = Path(options.output) if options.output else folder / "results"
     for case, plan in plans.items():
         with SweepView(console, plan.runs(folder / case.name), plan.choose.metric) as view:
@@ -118,12 +130,17 @@ def _reproduce(options: argparse.Namespace) -> int:
         data, problems = read_runs(o.run.folder for o in done if o.status in ("done", "skipped"))
         for problem in problems:
             console.print(f"left out {problem}", soft_wrap=True)
-        if not data:
-            continue
-        grid = beside(reproduction, case, data)
+        failed: dict[str, dict[int, str]] = {}
+        for outcome in done:
+            if outcome.status == "failed":
+                failed.setdefault(outcome.run.algorithm, {})[outcome.run.seed] = outcome.reason
+        grid, notes = beside(reproduction, case, data, failed)
         console.print()
         console.print(render.to_rich(grid))
-        sections.append((case.name, grid, _curves(reproduction, case, data, output)))
+        for note in notes:
+            console.print(f"- {note}", soft_wrap=True)
+        curves = _curves(reproduction, case, data, output) if data else ""
+        sections.append(_Section(case.name, grid, notes, curves))
     if sections:
         _write(reproduction, sections, outcomes, output, options)
         console.print(f"Tables and curves: {output}", soft_wrap=True)
@@ -151,8 +168,6 @@ def _plan(
     if options.smoke:
         seeds = seeds[:1]
         settings |= {**reproduction.smoke, **_generated(reproduction, case, folder)}
-    if options.rounds:
-        settings["trainer.max_epochs"] = options.rounds
     entries = reproduction.plan.entries
     if options.only:
         labels = [entry.label for entry in entries]
@@ -163,7 +178,9 @@ def _plan(
                     f"{', '.join(labels)}"
                 )
         entries = [entry for entry in entries if entry.label in options.only]
-    return reproduction.case_plan(case, set=settings, seeds=seeds, entries=entries)
+    return reproduction.case_plan(
+        case, set=settings, seeds=seeds, entries=entries, rounds=options.rounds
+    )
 
 
 def _generated(reproduction: Reproduction, case: Case, folder: Path) -> dict[str, Any]:
@@ -189,7 +206,7 @@ def _curves(reproduction: Reproduction, case: Case, data: Sequence[RunData], out
 
 def _write(
     reproduction: Reproduction,
-    sections: Sequence[tuple[str, render.Grid, str]],
+    sections: Sequence[_Section],
     outcomes: Sequence[Outcome],
     output: Path,
     options: argparse.Namespace,
@@ -198,13 +215,18 @@ def _write(
     parts = [f"# {reproduction.title}\n"]
     if options.smoke:
         parts.append("**A smoke test on generated files: these numbers say nothing.**\n")
-    for case, grid, note in sections:
-        parts += [f"## {case}\n", render.to_markdown([grid]), f"{note}\n" if note else ""]
-        parts.append(f"![Curves]({reproduction.name}-{case}.png)\n")
+    for section in sections:
+        parts += [f"## {section.case}\n", render.to_markdown([section.grid])]
+        parts.append("".join(f"- {note}\n" for note in section.notes))
+        if section.curves:
+            parts.append(f"{section.curves}\n")
+            parts.append(f"![Curves]({reproduction.name}-{section.case}.png)\n")
     finished = [o.run.folder for o in outcomes if o.status in ("done", "skipped")]
     parts.append(_record(finished, options))
     write(output / f"{reproduction.name}.md", "\n".join(part for part in parts if part))
-    write(output / f"{reproduction.name}.tex", render.to_latex([grid for _, grid, _ in sections]))
+    said = "".join(f"% {s.case}: {note}\n" for s in sections for note in s.notes)
+    latex = render.to_latex([section.grid for section in sections]) + said
+    write(output / f"{reproduction.name}.tex", latex)
 
 
 def _record(folders: Sequence[Path], options: argparse.Namespace) -> str:

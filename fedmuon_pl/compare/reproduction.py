@@ -60,6 +60,9 @@ class Reproduction:
         expected: Settings of every full run, by dotted key, as published.
         parity: What the published numbers' own code did otherwise, by dotted key.
         smoke: What makes a run tiny, by dotted key.
+        notes: By the plan's label of a method, how ours differs from what was published.
+        comparable: Whether the published numbers are of the same data and network; only then does a
+            difference mean anything.
     """
 
     name: str
@@ -73,6 +76,8 @@ class Reproduction:
     expected: Mapping[str, Any]
     parity: Mapping[str, Any]
     smoke: Mapping[str, Any]
+    notes: Mapping[str, str]
+    comparable: bool
 
     def case_plan(self, case: Case, **changes: Any) -> Plan:  # noqa: ANN401
         """The plan of one case.
@@ -117,8 +122,8 @@ class Reproduction:
         return compared
 
 
-_KEYS = ("title", "source", "plan", "cases", "network", "expected", "parity", "smoke")
-_OPTIONAL = ("expected", "parity", "smoke")
+_OPTIONAL = ("expected", "parity", "smoke", "notes", "comparable")
+_KEYS = ("title", "source", "plan", "cases", "network", *_OPTIONAL)
 
 
 def load_reproduction(name: str | Path) -> Reproduction:
@@ -161,6 +166,12 @@ def load_reproduction(name: str | Path) -> Reproduction:
         if unknown:
             raise ConfigError(f"{where}: case {case.name} has a number for {unknown[0]}, which "
                               f"the plan does not run")  # fmt: skip
+    notes, comparable = content.get("notes") or {}, content.get("comparable", True)
+    unknown = sorted(set(notes) - labels)
+    if unknown:
+        raise ConfigError(f"{where}: a note on {unknown[0]}, which the plan does not run")
+    if not isinstance(comparable, bool):
+        raise ConfigError(f"{where}: comparable should be true or false, not {comparable!r}")
     return Reproduction(
         name=path.stem,
         title=content["title"],
@@ -173,6 +184,8 @@ def load_reproduction(name: str | Path) -> Reproduction:
         expected=flatten(content.get("expected") or {}),
         parity=flatten(content.get("parity") or {}),
         smoke=flatten(content.get("smoke") or {}),
+        notes={label: str(note) for label, note in notes.items()},
+        comparable=comparable,
     )
 
 
@@ -221,36 +234,59 @@ def build(what: str, settings: Mapping[str, Any], device: str = "cpu") -> Any:  
         return parser.instantiate(config).what
 
 
-def beside(reproduction: Reproduction, case: Case, runs: Sequence[RunData]) -> Grid:
+def beside(
+    reproduction: Reproduction,
+    case: Case,
+    runs: Sequence[RunData],
+    failed: Mapping[str, Mapping[int, str]] | None = None,
+) -> tuple[Grid, list[str]]:
     """Ours beside the published numbers, and the difference, in percent.
 
     Args:
         reproduction: Whose case it is.
         case: The column.
         runs: Its finished runs; the accuracy is the test accuracy after the last round.
+        failed: By label and seed, why the others did not finish.
+
+    Returns:
+        The table, and what is to be said under it.
     """
-    rows = []
+    rows, notes, lost = [], [], failed or {}
+    published_any = bool(case.published)
     for label in [entry.label for entry in reproduction.plan.entries]:
-        own = [100 * last(run, "test/acc") for run in runs if run.method == label]
-        stat = Stat.of(own)
+        own = [run for run in runs if run.method == label]
+        seeds = len(own) + len(lost.get(label, {}))
         published = case.published.get(label)
-        if not own and published is None:
+        if not seeds and published is None:
             continue
+        stat = Stat.of(100 * last(run, "test/acc") for run in own)
         theirs, difference = "-", "-"
         if published is not None:
             mean, spread = published
             theirs = f"{mean:.2f}" + ("" if spread is None else f" ± {spread:.2f}")
-            if math.isfinite(stat.mean):
+            if math.isfinite(stat.mean) and len(own) == seeds:
                 difference = f"{stat.mean - mean:+.2f}"
-        ours = stat.text(2, len(own)) if own else "-"
-        rows.append([display_name(label), str(len(own)), ours, theirs, difference])
+        count = str(seeds) if len(own) == seeds else f"{len(own)} of {seeds}"
+        row = [display_name(label), _rate(own), count, stat.text(2, len(own)) if own else "-"]
+        rows.append([*row, theirs, *([difference] if reproduction.comparable else [])])
+        for seed, reason in lost.get(label, {}).items():
+            notes.append(f"{display_name(label)}, seed {seed}, did not finish: {reason}")
+        if label in reproduction.notes:
+            notes.append(f"{display_name(label)}: {reproduction.notes[label]}")
     rounds = sorted({len(run.metrics) for run in runs})
     after = f"after {rounds[0]} rounds" if len(rounds) == 1 else "after the last round"
     caption = (
         f"Test accuracy in percent {after}, ours as mean ± sample standard deviation over the "
-        f"seeds. Published: {reproduction.source}."
+        f"seeds that finished; lr: the learning rate of ours. Published: {reproduction.source}."
     )
-    heads = ["method", "seeds", "ours", "published", "difference"]
-    if not case.published:
-        heads, rows = heads[:3], [row[:3] for row in rows]
-    return Grid(f"{reproduction.title}, {case.name}", heads, rows, caption)
+    heads = ["method", "lr", "seeds", "ours", "published"]
+    heads += ["difference"] if reproduction.comparable else []
+    if not published_any:
+        heads, rows = heads[:4], [row[:4] for row in rows]
+    return Grid(f"{reproduction.title}, {case.name}", heads, rows, caption), notes
+
+
+def _rate(runs: Sequence[RunData]) -> str:
+    """The learning rate of a method's runs, as configured."""
+    rates = {run.config.get("model.algorithm.init_args.lr") for run in runs}
+    return ", ".join(f"{rate:g}" for rate in sorted(r for r in rates if r is not None)) or "-"

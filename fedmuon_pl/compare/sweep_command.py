@@ -64,6 +64,12 @@ def _sweep_parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="a flag for every run, such as trainer.max_epochs=2; may be repeated",
     )
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        metavar="R",
+        help="rounds of every run, in the place of its own; the last one is evaluated",
+    )
     parser.add_argument("--root", help="folder for the runs (default: the plan's, usually runs)")
     parser.add_argument(
         "--jobs",
@@ -117,8 +123,16 @@ def _plan(options: argparse.Namespace) -> Plan:
             }
         )
     overrides = dict(_setting(text) for text in options.set)
+    for entry in plan.entries:
+        own = sorted(overrides.keys() & {*entry.set, *entry.grid, *entry.search})
+        if own:
+            raise ConfigError(
+                f"--set {own[0]}: plan {plan.name} gives {entry.label} a value of its own"
+            )
     seeds = list(dict.fromkeys(options.seed)) if options.seed else plan.seeds
-    return dataclasses.replace(plan, seeds=seeds, set={**plan.set, **overrides})
+    return dataclasses.replace(
+        plan, seeds=seeds, set={**plan.set, **overrides}, rounds=options.rounds
+    )
 
 
 def _setting(text: str) -> tuple[str, object]:

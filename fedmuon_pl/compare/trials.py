@@ -38,7 +38,8 @@ def choose_trials(
 
     That is the mean over the seeds of ``val/<metric>`` after the last round; a point that lacks a
     seed which another point of the method has, or diverged with one, is not chosen. The first of
-    equals is.
+    equals is. A method's runs without a point that have other seeds than its points are what the
+    points were tried for: then they are compared, and the points are not.
 
     Args:
         runs: As read; those without a point in their method's name stay as they are.
@@ -60,6 +61,16 @@ def choose_trials(
         counts.setdefault(experiment, {})[label] = len(points)
         if list(points) == [label]:
             kept += points[label]
+            continue
+        plain = {run.seed for run in points.get(label, ())}
+        tried = {run.seed for name in points if name != label for run in points[name]}
+        if plain and not plain & tried:
+            kept += points[label]
+            counts[experiment][label] = 1
+            said.setdefault(experiment, []).append(
+                f"{display_name(label)}: as it is, {seeds_text(sorted(plain))}; its "
+                f"{len(points) - 1} other points have {seeds_text(sorted(tried))} and are left out."
+            )
             continue
         seeds = {run.seed for own in points.values() for run in own}
         scores = {

@@ -55,7 +55,9 @@ class AdamW(GroupOptimizer):
     weights: ClassVar[dict[str, str]] = {
         "exp_avg": "exp_avg_weight",
         "exp_avg_sq": "exp_avg_sq_weight",
+        "max_exp_avg_sq": "exp_avg_sq_weight",
     }
+    """The states that may be placed, and the number that each is divided by."""
 
     def __init__(
         self,
@@ -78,6 +80,13 @@ class AdamW(GroupOptimizer):
         }
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fills in what groups saved by an older version, or by torch's AdamW, do not say."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("amsgrad", False)
+            group.setdefault("bias_correction", True)
+
     def _check_group(self, group: dict[str, Any]) -> None:
         self._at_least_zero(group, "lr", "eps", "weight_decay")
         self._two_betas(group)
@@ -95,8 +104,8 @@ class AdamW(GroupOptimizer):
             torch._foreach_maximum_(u, v)
         denominators = list(torch._foreach_sqrt(u))
         if group["bias_correction"]:
-            for weight, beta in zip(self.weights.values(), group["betas"], strict=True):
-                for state in states:
+            for state in states:
+                for weight, beta in (("exp_avg_weight", beta1), ("exp_avg_sq_weight", beta2)):
                     state[weight] = beta * state.get(weight, 0.0) + (1 - beta)
             torch._foreach_div_(denominators, _factors(states, params, "exp_avg_sq_weight", 0.5))
         torch._foreach_add_(denominators, group["eps"])

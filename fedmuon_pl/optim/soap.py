@@ -94,9 +94,9 @@ class SOAP(GroupOptimizer):
 
     weights: ClassVar[dict[str, str]] = {
         "exp_avg": "exp_avg_weight",
-        "exp_avg_sq": "exp_avg_sq_weight",
         "gram": "gram_weight",
     }
+    """The states that may be placed, and the number that tells how much is in each."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class SOAP(GroupOptimizer):
         for moment in ("exp_avg", "exp_avg_sq"):
             if moment not in state:
                 state[moment] = torch.zeros_like(p)
-        for number in (*self.weights.values(), "updates"):
+        for number in (*self.weights.values(), "exp_avg_sq_weight", "updates"):
             state.setdefault(number, 0.0)
         shape = self._shape(p, group)
         matrix = p.ndim - self.client_axis >= 2

@@ -251,7 +251,7 @@ class FederatedServer(Callback):
             raise NonFiniteUpdate(f"round {r}: no client of the cohort sent a finite update")
         means = totals.sums.means()
         before = [x.clone() for x in self.plan.x0]
-        direction = module.algorithm.aggregate(means, totals.accepted)
+        direction = module.algorithm.aggregate(means, totals.accepted, self.plan.lr_factor)
         for p, d in zip(self._server_params, direction, strict=True):
             p.grad = -d.to(p.dtype)
         optimizer: Any = module.optimizers()
@@ -344,7 +344,10 @@ class FederatedServer(Callback):
             raise ConfigError(f"{path} is not a checkpoint of a federated run")
         found = first_difference(saved["fingerprint"], self.fingerprint(trainer, module))
         if found:
-            raise ConfigError(f"{path} does not fit this run: {found}")
+            raise ConfigError(
+                f"{path} does not fit this run: {found}; to begin anew, move that run away or name "
+                f"this one otherwise"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors only, so that it loads with ``weights_only=True``."""
@@ -372,7 +375,10 @@ class FederatedServer(Callback):
         return self._restored["engine"] if self._restored else {}
 
     def _restore(self, trainer: Trainer, module: "FederatedModule", state: dict[str, Any]) -> None:
-        module.algorithm.load_state_dict(state["algorithm"])
+        try:
+            module.algorithm.load_state_dict(state["algorithm"])
+        except ValueError as e:
+            raise ConfigError(f"{trainer.ckpt_path} is of another version: {e}") from None
         self.diagnostics.load_state_dict(state["diagnostics"])
         beside = Path(str(trainer.ckpt_path)).parent.parent / "client_state"
         if trainer.is_global_zero:  # it may copy files

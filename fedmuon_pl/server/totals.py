@@ -107,12 +107,15 @@ class RoundTotals:
             buffers: The clients' buffers, each ``(C, *shape)``.
 
         Raises:
-            NonFiniteUpdate: If a client's loss, weights or buffers are not finite and the policy is
-                to stop.
+            NonFiniteUpdate: If a client's loss, weights, buffers or other uploads are not finite
+                and the policy is to stop.
         """
         displacement = run.displacement()
         measured = self.diagnostics.measure(displacement, losses)
-        sound = self._sound_buffers(buffers, len(run.clients))
+        sent = self._sound_uploads(uploads, len(run.clients))
+        sound = [
+            a and b for a, b in zip(self._sound_buffers(buffers, len(sent)), sent, strict=True)
+        ]
         weights = [self._weight(c) for c in run.clients]
         for c, client in enumerate(run.clients):
             if not (measured.finite[c] and sound[c]):
@@ -145,13 +148,25 @@ class RoundTotals:
         sound: list[bool] = (theirs.isfinite() | ~ours.isfinite()).all(1).tolist()
         return sound
 
+    def _sound_uploads(self, uploads: Mapping[str, Upload], clients: int) -> list[bool]:
+        """Whether all that each client sends beside weights and buffers is finite."""
+        tensors = [t for upload in uploads.values() for t in upload.tensors]
+        if not tensors:
+            return [True] * clients
+        found = torch.stack([t.reshape(clients, -1).isfinite().all(1) for t in tensors])
+        sound: list[bool] = found.all(0).tolist()
+        return sound
+
     def _refuse(self, run: LocalRun, client: int, losses: Tensor) -> None:
         bad = (~losses.isfinite()).nonzero()
         if len(bad):
             k = int(bad[0])
             what = f"the training loss became {losses[k].item()} at local step {k + 1}"
         else:
-            what = "weights or buffers were infinite or not-a-number after the last local step"
+            what = (
+                "weights, buffers or other uploads were infinite or not-a-number after the last "
+                "local step"
+            )
         if self._on_nonfinite == "stop":
             raise NonFiniteUpdate(
                 f"round {run.round}, client {client}: {what} of {run.steps}; lower the learning "
