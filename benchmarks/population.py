@@ -83,7 +83,7 @@ def state_ratio(folder, clients):
     took_part = len(saved["callbacks"]["FederatedServer"]["clients"]["index"])
     assert 0 < took_part < clients
     one = nbytes(MLP(FEATURES, LARGE, CLASSES).parameters())
-    written = sum(p.stat().st_size for p in folder.rglob("client_state/*"))
+    written = sum(512 * p.stat().st_blocks for p in folder.rglob("client_state/*"))  # not holes
     return written / (took_part * one)
 
 

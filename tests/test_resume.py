@@ -474,6 +474,34 @@ def test_store_grows_with_who_took_part(tmp_path):
     assert store.state_dict()["index"].shape == (2, 4)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="holes are made on Linux")
+def test_disk_follows_what_checkpoints_need(tmp_path):
+    """Files of ten clients each, of which one soon is the only one that is still needed."""
+    clients, cohort, size = 40, 10, 3 * 4096
+    like = {"c": [torch.zeros(size // 4)]}
+    rng = torch.Generator().manual_seed(0)
+    store, marks, best = ClientStore(tmp_path, like), {}, None
+    state = lambda c, r: torch.full((size // 4,), float(1000 * r + c + 1))  # noqa: E731
+    peak = 0
+    for r in range(60):
+        chosen = torch.randperm(clients, generator=rng)[:cohort].tolist()
+        store.put(chosen, {"c": [torch.stack([state(c, r) for c in chosen])]})
+        store.commit(store.next_number())
+        marks |= dict.fromkeys(chosen, r)
+        if r == 20:
+            best = store.state_dict(), dict(marks)
+        peak = max(peak, sum(512 * p.stat().st_blocks for p in tmp_path.iterdir()))
+        if r % 10 == 9:
+            store.sweep([best[0]] if best else [])
+    assert peak <= 1.02 * (2 * clients + 10 * cohort) * size  # holes need a block themselves
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) > 2 * clients * size  # but for holes
+    again = ClientStore(tmp_path, like)
+    for saved, then in ((store.state_dict(), marks), best):
+        again.load_state_dict(saved)
+        for c, r in then.items():
+            assert torch.equal(again.load([c], torch.device("cpu"))["c"][0][0], state(c, r))
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_store_every_checkpoint_stays_exact(seed, tmp_path):
     # Random histories of commits, checkpoints, sweeps, kills and steps back.

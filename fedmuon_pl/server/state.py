@@ -1,7 +1,9 @@
 """Per-client state on disk: append-only, so that every checkpoint of a run stays exact."""
 
+import ctypes
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 import zlib
@@ -26,10 +28,12 @@ class MissingClientState(RuntimeError):
 class ClientStore:
     """State of clients that took part, one file a round, each client's latest named by an index.
 
-    A file is never changed after it was written. A checkpoint keeps the index only, so that a
-    kill between two checkpoints, and going back to an older checkpoint, both find what they need.
+    A file's state is never changed after it was written. A checkpoint keeps the index only, so that
+    a kill between two checkpoints, and going back to an older checkpoint, both find what they need.
     The index has a checksum of each client's state: a file of another run is never taken for it.
-    Memory and disk follow the clients that took part, not those that exist.
+    Memory and disk follow the clients that took part, not those that exist: what no checkpoint
+    needs any more becomes a hole in its file (on Linux, where the file system has holes) until the
+    whole file can go.
 
     Args:
         folder: Where the files lie; a temporary folder of the process if None.
@@ -46,6 +50,8 @@ class ClientStore:
         self._index: dict[int, tuple[int, int, int]] = {}
         """Client -> (file number, position in it, CRC-32)."""
         self._pending: dict[int, bytes] = {}
+        self._freed: dict[int, set[int]] = {}
+        """Positions that are holes already, by file."""
         self.fresh: list[tuple[int, int, int, int]] = []
         """What the last commit put into the index: client, file, position, CRC-32."""
 
@@ -196,19 +202,51 @@ class ClientStore:
         self._index = {c: (moved[n], p, crc) for c, (n, p, crc) in self._index.items()}
 
     def sweep(self, checkpoints: Iterable[Mapping[str, Any]]) -> None:
-        """Removes the files that neither the index nor one of the checkpoints needs.
+        """Removes what neither the index nor one of the checkpoints needs.
 
         Args:
             checkpoints: What :meth:`state_dict` gave for every checkpoint that may be resumed.
         """
         if self.folder is None:
             return
-        live = {n for n, *_ in self._index.values()}
-        for state in checkpoints:
-            live |= set(state["index"][:, 1].tolist())
+        indexes = [self.state_dict(), *checkpoints]
+        places = np.unique(np.concatenate([s["index"][:, 1:3].numpy() for s in indexes]), axis=0)
+        live: dict[int, set[int]] = {}
+        for number, position in places.tolist():
+            live.setdefault(number, set()).add(position)
         for path in self.folder.glob("*.bin"):
-            if _number(path) not in live:
+            number = _number(path)
+            if number not in live:
                 path.unlink()
+                self._freed.pop(number, None)
+            elif self._size >= _BLOCK:
+                there = set(range(path.stat().st_size // self._size))
+                free = there - live[number] - self._freed.get(number, set())
+                if free:
+                    _make_holes(path, [(p * self._size, self._size) for p in sorted(free)])
+                    self._freed.setdefault(number, set()).update(free)
+
+
+_BLOCK = 4096
+"""Bytes below which a hole frees nothing."""
+
+
+def _make_holes(path: Path, places: Iterable[tuple[int, int]]) -> None:
+    """Gives the disk space of (offset, length) back; the file keeps its size and reads 0 there.
+
+    Nothing happens where the system or the file system has no holes.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    fallocate = getattr(ctypes.CDLL(None), "fallocate64", None)
+    if fallocate is None:
+        return
+    keep_size_and_punch = 0x01 | 0x02  # linux/falloc.h
+    with path.open("r+b") as f:
+        for offset, length in places:
+            fallocate(
+                f.fileno(), keep_size_and_punch, ctypes.c_int64(offset), ctypes.c_int64(length)
+            )
 
 
 def _name(number: int) -> str:
