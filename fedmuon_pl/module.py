@@ -154,6 +154,9 @@ class FederatedModule(LightningModule):
         found = first_difference(saved, own)
         if found:
             raise ConfigError(f"{trainer.ckpt_path} does not fit this network: {found}")
+        if trainer.precision == "64-true":
+            # Lightning converts the network after it has loaded the weights, which rounds them.
+            self.network.double()
 
     def on_fit_start(self) -> None:
         """Places the data and allocates the client stack, once the model is on its device."""
@@ -314,24 +317,38 @@ class FederatedModule(LightningModule):
             metrics = self.evaluators[split]
             assert isinstance(metrics, MetricCollection)
             computed = metrics.compute()
-            metrics.reset()
+            with torch.inference_mode(False):  # or the zeros could not be used outside of it
+                metrics.reset()
             by_class = computed.pop("class_acc", None)
-            values |= {f"{split}/{name}": float(v) for name, v in computed.items()}
+            # Not-a-number would stand for "not measured" in what is written.
+            values |= {
+                f"{split}/{name}": math.inf if v.isnan() else float(v)
+                for name, v in computed.items()
+            }
             if by_class is not None:
                 values |= self._client_accuracy(by_class)
         if self.trainer.sanity_checking:
             return  # x^0 on two batches is no measurement of a round
-        self._evaluation |= values
+        if self.trainer.state.fn == "fit":
+            self._evaluation |= values
         # In fit, RoundLog writes; the other commands print a table of what is "logged".
         self.log_dict(values, logger=self.trainer.state.fn != "fit")
 
     def _client_accuracy(self, by_class: Tensor) -> dict[str, float]:
-        """Per-class test accuracy weighted by each client's label shares."""
+        """Per-class test accuracy weighted by each client's label shares.
+
+        Classes without a test image say nothing, nor clients that have no others.
+        """
         partition = self.data.partition
         if self._shares is None or self._shares[0] is not partition:  # once: it follows N
             clients = evaluated_clients(partition.clients_with_data)
-            self._shares = partition, torch.from_numpy(self.data.label_shares(clients))
+            tested = self.task.classes(self.data.splits.test).cpu()
+            present = torch.bincount(tested, minlength=len(by_class)).numpy() > 0
+            shares = torch.from_numpy(self.data.label_shares(clients, present))
+            self._shares = partition, shares[shares.sum(1) > 0]
         accuracy = (self._shares[1] @ by_class.double().cpu()).sort().values
+        if not len(accuracy):
+            return {}
         worst = accuracy[: math.ceil(len(accuracy) / 10)]
         return {
             "client/acc_mean": float(accuracy.mean()),

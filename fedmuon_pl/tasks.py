@@ -1,5 +1,6 @@
 """A task: a network, a loss and metrics. Nothing else in the project knows what a batch holds."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -42,9 +43,15 @@ class Task(ABC):
             return self._network()
 
     def describe(self) -> dict[str, Any]:
-        """Name and settings, for the fingerprint of a run; the network's weights are its own."""
+        """Name, settings and the network's arguments, for the fingerprint of a run."""
+        from .algorithms.base import plain  # which imports what imports this
+
         settings = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
-        return {"name": type(self).__name__, **settings}
+        if isinstance(self._network, nn.Module):  # as it is; its text has what its layers are
+            network: Any = hashlib.sha256(repr(self._network).encode()).hexdigest()
+        else:
+            network = _without_files(plain(self._network))
+        return {"name": type(self).__name__, "network": network, **settings}
 
     def check(self, num_classes: int) -> None:  # noqa: B027
         """Refuses data that the task cannot take; called before training.
@@ -81,9 +88,19 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no classes")
 
 
+def _without_files(value: Any) -> Any:  # noqa: ANN401
+    """Without where weights are read from: a file may be moved between two starts of a run."""
+    if not isinstance(value, dict):
+        return value
+    return {k: _without_files(v) for k, v in value.items() if not k.endswith("file")}
+
+
 def _mean() -> MeanMetric:
-    """A mean in float64: the same digits however the batches are shared out."""
-    metric = MeanMetric()
+    """A mean in float64: the same digits however the batches are shared out.
+
+    Of all batches: by default torchmetrics leaves those out that are not a number.
+    """
+    metric = MeanMetric(nan_strategy=float("nan"))
     metric.set_dtype(torch.float64)
     return metric
 

@@ -550,6 +550,8 @@ def test_an_old_result_does_not_stand_for_new_settings(here: Path) -> None:
 
 ROTATION = {"class_path": "fedmuon_pl.data.feature_skew.Rotation", "init_args": {"degrees": 90}}
 SKEW = {"data.init_args.feature_skew.class_path": "Rotation"}
+FASHION = {"data.class_path": "FashionMNIST", "data.init_args.root": "a/b"}
+TOY = {**FASHION, "data.init_args.verify": False}
 FOLDERS = {"data.class_path": "ImageFolder", "data.init_args.root": "photos/a"}
 
 
@@ -567,8 +569,10 @@ FOLDERS = {"data.class_path": "ImageFolder", "data.init_args.root": "photos/a"}
         (SKEW, {"feature_skew": ROTATION}, {"data.init_args.feature_skew": None}, "and null in"),
         (None, {"feature_skew": ROTATION}, {"data.init_args.feature_skew": None}, "and null in"),
         ({"data.init_args.test_crop": 4}, {"test_crop": 4}, {}, "test_crop is 4 there and not set"),
-        # Where a named data set lies says nothing; of other data it says which.
-        ({"data.init_args.root": "a/b"}, {"root": "/x/a/b"}, {"data.init_args.root": "c"}, ""),
+        # Where files lie whose hashes are checked says nothing; of other data it says which.
+        (FASHION, {"root": "/x/a/b"}, {**FASHION, "data.init_args.root": "c"}, ""),
+        (TOY, {"root": "/x/a/b"}, {**TOY, "data.init_args.root": "c"}, "root is a/b there and c"),
+        (TOY, {"root": "/x/a/b"}, FASHION, "there and not set in the plan"),
         (FOLDERS, {"root": "/x/photos/a"}, {**FOLDERS, "data.init_args.root": "photos/b"},
          "root is photos/a there and photos/b in the plan"),
         ({"data.init_args.path": "a/x.npz"}, {"path": "/x/a/x.npz"},
@@ -576,6 +580,15 @@ FOLDERS = {"data.class_path": "ImageFolder", "data.init_args.root": "photos/a"}
         # Speed is free, and what another version did not know.
         ({}, {"eval_batch_size": 1000}, {"data.init_args.eval_batch_size": 500}, ""),
         ({}, {}, {"data.init_args.new_option": 0.0}, ""),
+        ({}, {}, {"data.init_args.new_option": 0.1}, "new_option is not set there and 0.1 in the"),
+        ({}, {"channels_last": False}, {"data.init_args.channels_last": True}, "channels_last is"),
+        # A null over a class, and no null any more.
+        ({"data.init_args.augment": None}, {"augment": None},
+         {"data.init_args.augment.class_path": "CropFlip"}, "augment is null there and CropFlip"),
+        # Two classes of one name are two.
+        ({"model.x.class_path": "torch.optim.AdamW"}, {}, {"model.x.class_path": "mine.AdamW"},
+         "model.x.class_path is torch.optim.AdamW there and mine.AdamW in the plan"),
+        ({"model.x.class_path": "torch.optim.AdamW"}, {}, {"model.x.class_path": "AdamW"}, ""),
     ],
 )  # fmt: skip
 def test_a_finished_run_with_other_settings_is_seen(here, before, saved, after, words) -> None:
@@ -590,6 +603,25 @@ def test_a_finished_run_with_other_settings_is_seen(here, before, saved, after, 
     state, reason = inspect(make_plan(set=after).runs("runs")[0])
     assert state == ("blocked" if words else "finished"), reason
     assert words in reason
+
+
+def test_a_start_by_hand_does_not_hide_what_was_planned(here: Path) -> None:
+    key = "data.init_args.test_crop"
+    execute(make_plan(set={key: 4}), "runs", poll=0.02)
+    path = here / "runs/toy/fedavg-s0/environment.json"
+    starts = json.loads(path.read_text())
+    path.write_text(json.dumps([*starts, {"first_round": 2}]))
+    assert inspect(make_plan(set={key: 4}).runs("runs")[0])[0] == "finished"
+    assert f"{key} is 4 there and not set" in inspect(make_plan().runs("runs")[0])[1]
+
+
+def test_a_null_takes_a_class_away_and_a_class_a_null() -> None:
+    settings: dict[str, object] = {}
+    plan.lay_over(settings, {"a.b": None, "a.c": 1})
+    plan.lay_over(settings, {"a.b.class_path": "X", "a.b.init_args.y": 2})
+    assert settings == {"a.c": 1, "a.b.class_path": "X", "a.b.init_args.y": 2}
+    plan.lay_over(settings, {"a.b": None})
+    assert settings == {"a.c": 1, "a.b": None}
 
 
 def test_two_sweeps_do_not_write_into_one_folder(here: Path) -> None:

@@ -233,6 +233,20 @@ def test_image_folder(tmp_path, grey):
         made.read()
 
 
+def test_images_of_16_bits_keep_their_shades(tmp_path):
+    ramp = np.tile(np.arange(20, dtype=np.uint16) * 3000, (20, 1))
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.fromarray(ramp).save(tmp_path / part / name / "0.png")
+    train, _ = ImageFolder(str(tmp_path), 20, True, clients=2, partition=IID()).read()
+    np.testing.assert_array_equal(train.inputs[0, 0], ramp // 257)
+    wide = Image.fromarray(ramp.astype(np.int32))
+    wide.save(tmp_path / "train" / "cat" / "0.tif")
+    with pytest.raises(ConfigError, match=r"0\.tif has pixels of 32 bits"):
+        ImageFolder(str(tmp_path), 20, clients=2, partition=IID()).read()
+
+
 # -- arrays ---------------------------------------------------------------------------------------
 
 
@@ -273,7 +287,7 @@ def test_npz_shapes(tmp_path):
     write_npz(path, shape=(12, 10))
     assert Npz(path, clients=2, partition=IID()).read()[0].inputs.shape == (60, 1, 12, 10)
     floats = np.random.default_rng(0).normal(size=(60, 7))
-    write_npz(path, shape=(7,), x_train=floats)
+    write_npz(path, shape=(7,), x_train=floats, x_test=floats[:20])
     data = build(Npz, path=path, val_size=0.5)
     assert len(data.splits.val[0]) == len(data.splits.train[0]) == 30
     x = data.gather(torch.arange(30))[0]
@@ -292,6 +306,16 @@ def test_npz_shapes(tmp_path):
         ({"y_train": -np.arange(60)}, r"cannot be used: num_classes="),
         ({"writer": np.arange(3)}, r"cannot be used: writers must be int64 of shape \(60,\)"),
         ({"x_test": np.array([{}], dtype=object)}, "cannot be used: .*allow_pickle"),
+        # Bytes are normalised and floats are not: the two parts would have other scales.
+        ({"x_test": np.zeros((20, 3, 12, 12))}, r"x_train is uint8 .* and x_test float32 .* alike"),
+        (
+            {"x_test": np.zeros((20, 3, 9, 9), np.uint8)},
+            r"and x_test uint8 \(3, 9, 9\); they should",
+        ),
+        (
+            {"x_train": np.zeros((60, 3, 12, 12), np.int64)},
+            "x_train must be uint8 or floats, got int",
+        ),
     ],
 )
 def test_npz_refuses(tmp_path, more, message):

@@ -1,16 +1,20 @@
 """The report: its page in a browser, its data without one, and its files."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from test_compare import METHODS, synthetic, write_run
 
 from fedmuon_pl.compare import compare_runs, read_runs, report_data, write_report
+from fedmuon_pl.compare.figures import draw_finals
 from fedmuon_pl.compare.report_command import report_main
+from fedmuon_pl.compare.report_data import experiment_data
 from fedmuon_pl.compare.style import method_style
 
 BROWSER = next(
@@ -174,3 +178,24 @@ def test_the_page_works_in_a_browser(made: Path, tmp_path: Path) -> None:
     assert any(re.match(r" FedMuon 0\.\d+ \(0\.\d+ to 0\.\d+\)", line) for line in found["tooltip"])
     assert found["after"] == found["before"]
     assert found["overflow"] <= 0  # nothing sticks out to the side on a phone
+
+
+def test_a_method_that_lost_a_seed_has_no_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, last in ((0, 0.6), (1, math.inf)):
+        write_run(tmp_path, "fedavg", seed, [0.5, last])
+        write_run(tmp_path, "fedmuon", seed, [0.5, 0.7 + seed / 10])
+    runs = read_runs([tmp_path])[0]
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    draw_finals(runs, tmp_path / "finals")
+    (axes,) = figures[0].axes
+    strokes = [line.get_xdata()[0] for line in axes.lines if line.get_linewidth() == 2]
+    assert strokes == pytest.approx([0.74])  # of the test set, 0.01 below
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels == ["FedMuon", "FedAvg (1 of 2 seeds)"]
+    (comparison,) = compare_runs(runs)
+    finals = experiment_data(comparison)["finals"]
+    assert finals["seeds"] == {"fedmuon": 2, "fedavg": 2}
+    assert [len(finals["points"][name]) for name in ("fedmuon", "fedavg")] == [2, 1]

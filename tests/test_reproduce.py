@@ -221,9 +221,9 @@ def test_the_estimate_counts_what_is_left(tmp_path):
     muon = cost(seeds=[0, 1], entries=[entries["local_muon"]])
     steps = 80_000 * (muon.step + muon.orthogonalise)
     assert muon.seconds == pytest.approx(steps + 2 * rest(muon, 100))
-    # Two checkpoints a run; SCAFFOLD's variates of 16 clients twice, and of 10 rounds with 8 each.
+    # Two checkpoints a run; SCAFFOLD's variates of 16 clients twice, and of 11 rounds with 8 each.
     scaffold = cost(seeds=[0], entries=[entries["scaffold"]])
-    assert scaffold.bytes - one.bytes == (2 * 16 + 10 * 8) * 4 * 61706
+    assert scaffold.bytes - one.bytes == (2 * 16 + 11 * 8) * 4 * 61706
     run = reproduction.case_plan(case, seeds=[0], entries=[entries["scaffold"]]).runs(tmp_path)[0]
     run.folder.mkdir(parents=True)
     rows = "".join(f"{r},0.5\n" for r in range(750))

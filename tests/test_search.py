@@ -14,6 +14,7 @@ from fedmuon_pl.compare.compare_command import compare_main
 from fedmuon_pl.compare.execute import execute
 from fedmuon_pl.compare.grid import best_points
 from fedmuon_pl.compare.plan import Plan, PlanError
+from fedmuon_pl.compare.plan_file import parse_plan
 from fedmuon_pl.compare.search import execute_search, propose
 from fedmuon_pl.compare.sweep_command import sweep_main
 from fedmuon_pl.compare.trials import choose_trials
@@ -168,8 +169,8 @@ def test_only_what_validation_data_chose_is_compared(tmp_path: Path) -> None:
         ("scaffold", "scaffold@lr=0.1-s1"),
     ]
     assert said["toy"] == [
-        "FedAvg: 3 trials (lr=0.1; lr=1; lr=9); chosen by val acc after the last round, seeds 0, 1:"
-        " lr=0.1.",
+        "FedAvg: 3 trials (lr=0.1; lr=1; lr=9 without seed 1); chosen by val acc after the last "
+        "round, seeds 0, 1: lr=0.1.",
         "SCAFFOLD: 1 trial (lr=0.1); chosen by val acc after the last round, seeds 0, 1: lr=0.1.",
         "Not the same number of trials: FedAvg 3, FedMuon 1, SCAFFOLD 1.",
     ]
@@ -216,3 +217,42 @@ def test_runs_that_the_points_were_tried_for_are_compared(
     assert compare_main([str(other)]) == 2
     said_so = capsys.readouterr().err
     assert "toy: nothing is left. FedAvg: 2 trials, none of which went well" in said_so
+
+
+def test_a_choice_by_loss_takes_the_smallest() -> None:
+    content = {"name": "p", "experiments": ["toy"], "algorithms": ["fedavg"], "seeds": [0]}
+    for metric, mode in (("val/loss", "min"), ("val/acc", "max"), ("val/perplexity", "min")):
+        assert parse_plan({**content, "choose": {"metric": metric}}).choose.mode == mode
+    for metric, mode in (("val/loss", "max"), ("val/acc", "min")):
+        with pytest.raises(PlanError, match=rf"choose\.mode is {mode}, which takes the worst by"):
+            parse_plan({**content, "choose": {"metric": metric, "mode": mode}})
+    own = parse_plan({**content, "choose": {"metric": "val/rmsd", "mode": "min"}})
+    assert own.choose.mode == "min"
+
+
+def test_what_did_not_finish_is_in_the_tables(
+    here: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = (
+        "experiments: [toy]\nalgorithms: {fedavg: null, scaffold: {set: {fail: 1}}}\nseeds: [0]\n"
+    )
+    (here / "configs/plan/mine.yaml").write_text(plan)
+    assert sweep_main(["mine"]) == 1
+    sentence = "scaffold-s0 did not finish: fedmuon: round 0, client 3: the loss is nan"
+    assert f"- {sentence}" in (here / "runs/toy/compare/table.md").read_text()
+    assert f"% note: {sentence}" in (here / "runs/toy/compare/table.tex").read_text()
+    capsys.readouterr()
+    assert compare_main(["runs/toy", "--format", "markdown"]) == 0
+    assert "- left out scaffold-s0: not finished: it has" in capsys.readouterr().out
+    # One run of a plan, and no other.
+    for more in ([], ["--slurm", "array"]):
+        assert sweep_main(["mine", "--only", "toy/fedavg-s0", "--dry-run", *more]) == 0
+        said = capsys.readouterr().out
+        assert "fedavg-s0" in said
+        assert "scaffold" not in said
+    assert sweep_main(["mine", "--only", "toy/fedavg-s0", "--slurm", "array"]) == 0
+    assert (here / "array/mine.units").read_text().split() == ["toy/fedavg-s0"]
+    assert sweep_main(["mine", "--only", "toy/nobody-s0", "--dry-run"]) == 2
+    assert sweep_main(["mine", "--rounds", "3", "--set", "trainer.max_epochs=5"]) == 2
+    assert "--rounds 3: --set gives trainer.max_epochs too" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from .comparison import Comparison, Format, compare_runs
 from .console import CommandParser, comparison_arguments, guarded, parsed, terminal
 from .runs import Problem, RunData, read_runs
 
-__all__ = ["compare_main", "finished_runs", "replace_section"]
+__all__ = ["by_experiment", "compare_main", "finished_runs", "replace_section"]
 
 
 def _compare_parser() -> argparse.ArgumentParser:
@@ -79,6 +79,7 @@ def _compare(options: argparse.Namespace) -> int:
         target=target,
         against=options.against,
         all_trials=options.all_trials,
+        left_out=by_experiment(problems),
     )
     for comparison in found:
         _print(comparison, options.format, console)
@@ -91,6 +92,15 @@ def _compare(options: argparse.Namespace) -> int:
         replace_section(Path(options.markdown), options.section, _section(found))
         _say(f"Wrote section {options.section} of {options.markdown}")
     return 0
+
+
+def by_experiment(problems: Sequence[Problem]) -> dict[str, list[str]]:
+    """A sentence for each run that was left out, by its experiment's folder."""
+    found: dict[str, list[str]] = {}
+    for problem in problems:
+        sentence = f"left out {problem.folder.name}: {problem.reason}"
+        found.setdefault(problem.folder.parent.name, []).append(sentence)
+    return found
 
 
 def finished_runs(paths: Sequence[str], metric: str) -> tuple[list[RunData], list[Problem]]:

@@ -133,6 +133,7 @@ def compare_runs(
     against: str | None = None,
     all_trials: bool = False,
     given: Mapping[str, Sequence[str]] | None = None,
+    left_out: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Comparison]:
     """Compares runs, each experiment by itself.
 
@@ -144,17 +145,24 @@ def compare_runs(
         all_trials: Compare every grid point as a method of its own; by default only each method's
             best on validation data (:func:`~fedmuon_pl.compare.trials.choose_trials`).
         given: For each experiment what is to be said of the choice, where it was made before.
+        left_out: For each experiment what is to be said of runs that are not among them.
 
     Raises:
-        ConfigError: If there is no such method, or no point of an experiment went well with every
-            seed.
+        ConfigError: If there is no such method, or nothing is left as no point of any experiment
+            went well with every seed.
     """
-    said = dict(given or {})
+    said, empty = dict(given or {}), []
     if not all_trials:
         runs, chosen = choose_trials(runs, metric)
         said = {**chosen, **said}
-        for experiment in chosen.keys() - {run.experiment for run in runs}:
-            raise ConfigError(f"{experiment}: nothing is left. {' '.join(chosen[experiment])}")
+        left = {run.experiment for run in runs}
+        empty = [
+            f"{experiment}: nothing is left. {' '.join(sentences)}"
+            for experiment, sentences in chosen.items()
+            if experiment not in left
+        ]
+        if empty and not left:
+            raise ConfigError(" ".join(empty))
     found = []
     high = higher_is_better(metric)
     for experiment in dict.fromkeys(run.experiment for run in runs):
@@ -176,7 +184,12 @@ def compare_runs(
                 compared=compared,
                 pairs=pairs,
                 statements=statements(pairs, f"{compared} {metric}", high=high),
-                notes=[*differences(own), *unmeasured(own, metric)],
+                notes=[
+                    *differences(own),
+                    *unmeasured(own, metric),
+                    *(left_out or {}).get(experiment, ()),
+                    *empty,
+                ],
                 given=said.get(experiment, ()),
             )
         )

@@ -120,15 +120,16 @@ def estimate(
 def client_states(clients: int, cohort: int, rounds: int) -> int:
     """How many clients' states lie on disk at most.
 
-    The latest of all clients, those that the best checkpoint keeps, and 10 rounds until the next
-    sweep (where a file system has no holes, several times as much).
+    The latest of all clients, those that the best checkpoint keeps, and 11 rounds: 10 until the
+    next sweep, and what the last checkpoint names besides (where a file system has no holes,
+    several times as much).
 
     Args:
         clients: N.
         cohort: S.
         rounds: Of the run.
     """
-    return min(rounds * cohort, 2 * clients + 10 * cohort)
+    return min(rounds * cohort, 2 * clients + 11 * cohort)
 
 
 def _seconds(work: Callable[[], None], device: object) -> float:

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO, Any, Literal
 
 from ..environment import FILE, PLANNED
-from .fairness import SPEED
+from .fairness import SPEED, known_files
 from .plan import Plan, PlanError, Run, flag_text
 from .runs import done_rounds, flatten, progress, read_yaml
 
@@ -91,7 +91,7 @@ def _conflict(run: Run) -> str | None:
     planned, before = deciding(run.settings), _planned_before(run)
     for key, value in planned.items():
         if key in before:
-            if not _same(key, before[key], value):
+            if not _same(key, before[key], value, short=False):
                 return _differs(key, before[key], value)
         elif key in saved:
             resolved = value == "auto" or "/" in flag_text(saved[key]) + flag_text(value)
@@ -103,6 +103,8 @@ def _conflict(run: Run) -> str | None:
                 return _differs(parent, saved[parent], planned.get(f"{parent}.class_path", "set"))
             if value is None and f"{key}.class_path" in saved:
                 return _differs(key, saved[f"{key}.class_path"], None)
+            if value:  # an argument that the version of that run did not have
+                return _differs(key, "not set", value)
     for key, value in before.items():
         if key not in planned and value is not None:
             return _differs(key, value, "not set")
@@ -110,7 +112,10 @@ def _conflict(run: Run) -> str | None:
 
 
 def _differs(key: str, there: object, here: object) -> str:
-    return f"{key} is {_text(key, there)} there and {_text(key, here)} in the plan"
+    texts = _text(key, there), _text(key, here)
+    if texts[0] == texts[1]:  # classes of one name
+        texts = flag_text(there), flag_text(here)
+    return f"{key} is {texts[0]} there and {texts[1]} in the plan"
 
 
 def _text(key: str, value: object) -> str:
@@ -122,15 +127,15 @@ def _text(key: str, value: object) -> str:
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a plan's settings that decide a run's result.
 
-    Not where a data set lies that has a name; of a folder of images that is what the data are.
+    Not where data lie whose files are checked; of others that is what they are.
     """
-    named = not str(settings.get("data.class_path")).endswith("ImageFolder")
+    known = known_files(settings)
     return {
         key: value
         for key, value in settings.items()
         if (key.split(".")[0] in ("model", "data", "server") or key == "trainer.precision")
         and not SPEED.search(key)
-        and not (named and key == "data.init_args.root")
+        and not (known and key == "data.init_args.root")
     }
 
 
@@ -138,10 +143,10 @@ def _planned_before(run: Run) -> Mapping[str, Any]:
     """What the plan said that last started the run; nothing if none did."""
     try:
         starts = json.loads((run.folder / FILE).read_text(encoding="utf-8"))
-        planned = starts[-1].get("planned")
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        planned = [start["planned"] for start in starts if "planned" in start]
+    except (OSError, ValueError, TypeError):
         return {}
-    return deciding(planned) if isinstance(planned, dict) else {}
+    return deciding(planned[-1]) if planned and isinstance(planned[-1], dict) else {}
 
 
 def _parents(key: str) -> Iterator[str]:
@@ -150,8 +155,14 @@ def _parents(key: str) -> Iterator[str]:
         yield key
 
 
-def _same(key: str, one: object, other: object) -> bool:
-    texts = _text(key, one), _text(key, other)
+def _same(key: str, one: object, other: object, short: bool = True) -> bool:
+    """Whether two values mean the same; a class's module counts where both say it, or not at all.
+
+    In ``config.yaml`` a class stands where it is defined, which need not be where a plan names it.
+    """
+    texts = flag_text(one), flag_text(other)
+    if key.endswith("class_path") and (short or not all("." in text for text in texts)):
+        texts = _text(key, one), _text(key, other)
     try:
         return texts[0] == texts[1] or float(texts[0]) == float(texts[1])
     except ValueError:

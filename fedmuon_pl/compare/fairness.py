@@ -10,13 +10,14 @@ from .runs import RunData
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["SPEED", "conditions", "differences", "settings"]
+__all__ = ["SPEED", "conditions", "differences", "known_files", "settings"]
 
 SPEED = re.compile(
-    r"(^|\.)(clients_at_once|channels_last|eval_batch_size|num_workers|pin_memory|download|cache"
-    r"|verify)$"
+    r"^model\.(clients_at_once|channels_last)$"
+    r"|(^|\.)(eval_batch_size|num_workers|pin_memory|download|cache)$"
 )
 """Keys under which two fairly compared runs may differ: they say how fast, never what."""
+_HASHED = ("CIFAR10", "CIFAR100", "FashionMNIST")
 _SECTIONS = re.compile(
     r"^(data|server|model)\.|^trainer\.(max_epochs|precision)$|(^|\.)(local_\w+|batch_size)$"
 )
@@ -26,16 +27,21 @@ _ABSENT = "(absent)"
 
 def _fair(config: Mapping[str, Any]) -> dict[str, str]:
     """What must be the same for every method of a comparison, as text."""
-    # Where data lie says what they are only if they have no name.
-    named = not str(config.get("data.class_path")).endswith("ImageFolder")
+    known = known_files(config)
     return {
         key: json.dumps(value, default=str)
         for key, value in config.items()
         if _SECTIONS.search(key)
         and not _METHOD.search(key)
         and not SPEED.search(key)
-        and not (named and key == "data.init_args.root")
+        and not (known and key == "data.init_args.root")
     }
+
+
+def known_files(config: Mapping[str, Any]) -> bool:
+    """Whether the data are the same wherever they lie, because their files' hashes were checked."""
+    name = str(config.get("data.class_path")).rpartition(".")[2]
+    return name in _HASHED and config.get("data.init_args.verify", True) is True
 
 
 def conditions(run: RunData) -> str:

@@ -184,7 +184,9 @@ def draw_diagnostics(
 def draw_finals(
     runs: Sequence[RunData], stem: str | Path, *, metric: str = "acc", title: str = ""
 ) -> list[Path]:
-    """Draws the metric after the last round: a point a seed, a stroke for the mean.
+    """Draws the metric after the last round: a point a seed, a stroke for the mean of all.
+
+    A method of which a seed has no finite value has no stroke, and says so.
 
     On the test set, or on the validation data where nothing was tested.
 
@@ -215,10 +217,15 @@ def draw_finals(
                       for i in range(len(values))]  # fmt: skip
             axes.plot(values, [place + s for s in spread], "o", color=styles[name][0],
                       markersize=4.5, alpha=0.75, markeredgewidth=0)  # fmt: skip
-            if values:
+            if values and len(values) == len(methods[name]):
                 mean = math.fsum(values) / len(values)
                 axes.plot([mean, mean], [place - 0.3, place + 0.3], color=styles[name][0], lw=2)
-        axes.set_yticks(range(len(finals)), [display_name(name) for name in finals])
+        names = [
+            display_name(name)
+            + (f" ({len(v)} of {len(methods[name])} seeds)" if len(v) < len(methods[name]) else "")
+            for name, v in finals.items()
+        ]
+        axes.set_yticks(range(len(finals)), names)
         axes.set_ylim(len(finals) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
         split = {"val": "validation", "test": "test"}[tag.split("/")[0]]

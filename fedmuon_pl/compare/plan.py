@@ -210,9 +210,8 @@ class Plan:
                 files.append(file)
         flags = {**self.set, **entry.set, **point}
         settings: dict[str, Any] = {}
-        for file in files:
-            settings |= read(file)
-        settings |= flags
+        for layer in (*map(read, files), flags):
+            lay_over(settings, layer)
         every = settings.get("trainer.check_val_every_n_epoch") or 1
         if self.rounds:
             flags["trainer.max_epochs"] = self.rounds
@@ -272,6 +271,19 @@ class Plan:
             f"plan {self.name}: there is no configs/{names[0]}.yaml; tune it first (fedmuon sweep "
             f"with a grid and --write-tuned), or say tuned: false"
         )
+
+
+def lay_over(settings: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    """Lays flattened settings over others, in place: null takes a class away, a class a null."""
+    for key, value in layer.items():
+        parent = key
+        while "." in parent:
+            parent = parent.rpartition(".")[0]
+            settings.pop(parent, None)
+        if value is None:
+            for below in [name for name in settings if name.startswith(f"{key}.")]:
+                del settings[below]
+        settings[key] = value
 
 
 def _find_config(name: str) -> Path:

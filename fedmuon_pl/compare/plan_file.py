@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import plan
+from .names import higher_is_better
 from .plan import Choose, Entry, Plan, PlanError, Range, Search, flag_text
 from .runs import flatten, read_yaml
 
@@ -211,7 +212,8 @@ def _choose(content: object, where: str) -> Choose:
     if not isinstance(content, dict):
         raise PlanError(f"{where}: choose should map {', '.join(_CHOOSE_KEYS)}, not {content!r}")
     _known(content, _CHOOSE_KEYS, f"{where}: choose")
-    choose = Choose(**content)
+    high = higher_is_better(str(content.get("metric", Choose.metric)))
+    choose = Choose(**{"mode": "max" if high else "min", **content})
     if not isinstance(choose.metric, str) or not choose.metric:
         raise PlanError(f"{where}: choose.metric should be a tag, not {choose.metric!r}")
     # client/acc_mean and the like are measured on the test set too.
@@ -228,6 +230,11 @@ def _choose(content: object, where: str) -> Choose:
             raise PlanError(
                 f"{where}: choose.{key} should be {' or '.join(allowed)}, not {value!r}"
             )
+    known = choose.metric.rpartition("/")[2] in ("acc", "loss")
+    if known and (choose.mode == "max") is not high:
+        raise PlanError(
+            f"{where}: choose.mode is {choose.mode}, which takes the worst by {choose.metric}"
+        )
     return choose
 
 

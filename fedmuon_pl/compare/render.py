@@ -141,7 +141,7 @@ def pair_grid(pairs: "pd.DataFrame", name: str, confidence: float = 0.95) -> Gri
     heads = ["difference", "seeds", name, f"{percent} interval", "p", "p (Holm)", "significant"]
     caption = (
         "Paired by seed (same data, cohorts and initial weights). Interval: Student's t, of each "
-        f"pair alone. p (Holm): adjusted for all {len(pairs)} pairs."
+        f"pair alone. p (Holm): adjusted for {pairs['p'].notna().sum()} pairs."
     )
     return Grid("Paired differences", heads, rows, caption)
 

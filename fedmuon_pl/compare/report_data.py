@@ -98,6 +98,7 @@ def experiment_data(comparison: Comparison) -> dict[str, Any]:
             "title": f"{TAG_NAMES.get(tag, tag)} after the last round",
             "methods": [name for name in ranked if points[name]],
             "points": points,
+            "seeds": {name: sum(run.method == name for run in comparison.runs) for name in ranked},
         },
     }
 

@@ -157,6 +157,9 @@ def _next(
         results = [(dict(trial.point), trial.score) for trial in trials]
         maximise = plan.choose.mode == "max"
         points = propose(entry, search, results, count, maximise=maximise, salt=experiment)
-        fresh = [point for point in points if point not in entry.proposed]
-        grown.append(dataclasses.replace(entry, proposed=[*entry.proposed, *fresh]))
+        proposed = list(entry.proposed)
+        for point in points:
+            if point not in proposed:
+                proposed.append(point)
+        grown.append(dataclasses.replace(entry, proposed=proposed))
     return grown

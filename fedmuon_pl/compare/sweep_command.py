@@ -129,6 +129,12 @@ def _plan(options: argparse.Namespace) -> Plan:
             raise ConfigError(
                 f"--set {own[0]}: plan {plan.name} gives {entry.label} a value of its own"
             )
+    if options.rounds:
+        for name, keys in [("--set", overrides)] + [
+            (entry.label, {*entry.set, *entry.grid, *entry.search}) for entry in plan.entries
+        ]:
+            if "trainer.max_epochs" in keys:
+                raise ConfigError(f"--rounds {options.rounds}: {name} gives trainer.max_epochs too")
     seeds = list(dict.fromkeys(options.seed)) if options.seed else plan.seeds
     return dataclasses.replace(
         plan, seeds=seeds, set={**plan.set, **overrides}, rounds=options.rounds
@@ -151,6 +157,11 @@ def _sweep(options: argparse.Namespace, args: Sequence[str]) -> int:
     if _proposals(plan) and (options.slurm or options.only):
         raise ConfigError(f"plan {plan.name} is a search, whose runs are not known beforehand")
     planned = plan.runs(options.root)
+    if options.only:
+        unknown = sorted(set(options.only) - {run.name for run in planned})
+        if unknown:
+            raise ConfigError(f"plan {plan.name} has no run {unknown[0]}")
+        planned = [run for run in planned if run.name in options.only]
     console = terminal()
     if options.dry_run:
         for run in planned:
@@ -209,6 +220,12 @@ def _sweep_report(
     for problem in problems:
         console.print(f"left out {problem}", soft_wrap=True)
     given = None
+    left_out: dict[str, list[str]] = {}
+    if not plan.has_grid:  # whose record says it of each trial
+        for outcome in outcomes:
+            if outcome.status == "failed":
+                sentence = f"{outcome.run.folder.name} did not finish: {outcome.reason}"
+                left_out.setdefault(outcome.run.experiment, []).append(sentence)
     if plan.has_grid:
         planned = [outcome.run for outcome in outcomes]
         results = best_points(planned, data, plan.choose)
@@ -234,7 +251,7 @@ def _sweep_report(
             if (run.experiment, run.method) in chosen
         ]
     folders = _experiments(finished)
-    for comparison in compare_runs(data, given=given):
+    for comparison in compare_runs(data, given=given, left_out=left_out):
         folder = folders[comparison.experiment]
         comparison.show(console)
         if write_files:

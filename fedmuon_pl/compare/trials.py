@@ -81,6 +81,10 @@ def choose_trials(
         }
         best = max(scores, key=lambda name: scores[name]) if scores else None
         texts = {name: name.partition("@")[2].replace(",", ", ") or "as it is" for name in points}
+        for name, runs_of in points.items():
+            lacking = seeds - {run.seed for run in runs_of}
+            if lacking:
+                texts[name] += f" without {seeds_text(sorted(lacking))}"
         how = f"val {metric} after the last round, {seeds_text(sorted(seeds))}"
         sentence = given(label, list(texts.values()), texts[best] if best else None, how)
         said.setdefault(experiment, []).append(sentence)

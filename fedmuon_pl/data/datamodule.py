@@ -306,12 +306,22 @@ class FederatedDataModule(LightningDataModule):
         """
         return tree_map(lambda t: t[chosen], getattr(self.splits, split))
 
-    def label_shares(self, clients: Sequence[int] | IntArray) -> np.ndarray:
-        """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1."""
+    def label_shares(
+        self, clients: Sequence[int] | IntArray, present: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1.
+
+        Args:
+            clients: Their ids.
+            present: Which classes count, ``(classes,)``: those of which an evaluation has samples.
+                The row of a client that has none of them is 0.
+        """
         labels, classes = self.splits.labels, self.splits.num_classes
         counts = np.stack(
             [np.bincount(labels[self.partition[c]], minlength=classes) for c in clients]
         )
+        if present is not None:
+            counts[:, ~present] = 0
         return counts / np.maximum(counts.sum(1, keepdims=True), 1)  # type: ignore[no-any-return]
 
     def describe(self) -> dict[str, Any]:

@@ -22,6 +22,12 @@ def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix.lower() in _ENDINGS)
 
 
+def _from_16_bits(image: Any) -> Any:  # noqa: ANN401
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+
+
 def _decode(root: Path, files: Sequence[Path], size: int, grey: bool) -> npt.NDArray[np.uint8]:
     """The files as uint8 ``(n, C, size, size)``, kept in the cache.
 
@@ -36,7 +42,13 @@ def _decode(root: Path, files: Sequence[Path], size: int, grey: bool) -> npt.NDA
         for i, path in enumerate(files):
             try:
                 with Image.open(path) as raw:
-                    image = raw.convert("L" if grey else "RGB")
+                    if raw.mode in ("I", "F"):
+                        raise ConfigError(
+                            f"{path} has pixels of 32 bits; convert it to 8 or 16 bits a channel"
+                        )
+                    wide = raw.mode.startswith("I;16")  # which Pillow would cut off at 255
+                    shown = _from_16_bits(raw) if wide else raw
+                    image = shown.convert("L" if grey else "RGB")
             except (OSError, UnidentifiedImageError) as e:
                 raise ConfigError(f"{path} is no readable image ({e})") from None
             short = min(image.size)
@@ -48,7 +60,7 @@ def _decode(root: Path, files: Sequence[Path], size: int, grey: bool) -> npt.NDA
             out[i] = pixels if grey else pixels.transpose(2, 0, 1)
         return {"images": out}
 
-    state = hashlib.sha256(f"{size} {grey}".encode())
+    state = hashlib.sha256(f"{size} {grey} {root.resolve()}".encode())
     for path in files:
         stat = path.stat()
         state.update(f"\0{path.relative_to(root)}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())

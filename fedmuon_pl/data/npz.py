@@ -47,20 +47,24 @@ class Npz(ImageDataModule):
             with np.load(path, allow_pickle=False) as archive:
                 tables = {name: archive[name] for name in archive.files}
             y, y_test = (_integers(name, tables[name]) for name in ("y_train", "y_test"))
+            x, x_test = (_images(name, tables[name]) for name in ("x_train", "x_test"))
+            if (x.dtype.kind, x.shape[1:]) != (x_test.dtype.kind, x_test.shape[1:]):
+                raise ValueError(
+                    f"x_train is {x.dtype} {x.shape[1:]} and x_test {x_test.dtype} "
+                    f"{x_test.shape[1:]}; they should be alike"
+                )
             classes = int(max(y.max(), y_test.max())) + 1
             writer = _integers("writer", tables["writer"]) if "writer" in tables else None
             return (
-                Arrays(self._images(tables["x_train"]), y, classes, writer),
-                Arrays(self._images(tables["x_test"]), y_test, classes),
+                Arrays(self._channels_first(x), y, classes, writer),
+                Arrays(self._channels_first(x_test), y_test, classes),
             )
         except KeyError as e:
             raise ConfigError(f"data.path={path} has no array {e.args[0].split()[0]}") from None
         except Exception as e:  # a damaged archive shows as any of ten exceptions
             raise ConfigError(f"data.path={path} cannot be used: {e}") from None
 
-    def _images(self, x: Any) -> Any:  # noqa: ANN401
-        if x.dtype != np.uint8:
-            x = x.astype(np.float32)
+    def _channels_first(self, x: Any) -> Any:  # noqa: ANN401
         if x.ndim == 4 and self.channels_last:
             x = x.transpose(0, 3, 1, 2)
         elif x.ndim == 3:
@@ -68,6 +72,12 @@ class Npz(ImageDataModule):
         elif x.ndim == 2:
             x = x[:, None, None]
         return np.ascontiguousarray(x)
+
+
+def _images(name: str, x: Any) -> Any:  # noqa: ANN401
+    if x.dtype != np.uint8 and not np.issubdtype(x.dtype, np.floating):
+        raise ValueError(f"{name} must be uint8 or floats, got {x.dtype}")
+    return x if x.dtype == np.uint8 else x.astype(np.float32)
 
 
 def _integers(name: str, y: Any) -> Any:  # noqa: ANN401

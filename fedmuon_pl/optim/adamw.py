@@ -81,11 +81,20 @@ class AdamW(GroupOptimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Fills in what groups saved by an older version, or by torch's AdamW, do not say."""
+        """Also takes a state of torch's AdamW, and of older versions, which counted steps."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("amsgrad", False)
             group.setdefault("bias_correction", True)
+            for p in group["params"]:
+                own = self.state.get(p, {})
+                if "step" not in own:
+                    continue
+                steps = float(own.pop("step"))
+                counts = steps, float(own.pop("step_sq", steps))
+                names = ("exp_avg_weight", "exp_avg_sq_weight")
+                for name, beta, count in zip(names, group["betas"], counts, strict=True):
+                    own[name] = 1 - beta**count
 
     def _check_group(self, group: dict[str, Any]) -> None:
         self._at_least_zero(group, "lr", "eps", "weight_decay")

@@ -1,5 +1,6 @@
 """The federated server: cohort, broadcast, aggregation and server step, as a Lightning callback."""
 
+import itertools
 import time
 import warnings
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from ..data.datamodule import FederatedDataModule
 from ..data.sampling import cohort, local_work, resolve_cohort_size
 from ..errors import ConfigError, NonFiniteUpdate
 from .aggregate import mean_buffers
-from .checkpointing import AtomicCheckpointIO
+from .checkpointing import AtomicCheckpointIO, check_saving, known_checkpoints
 from .checks import check_trainer, first_difference
 from .diagnostics import RoundDiagnostics
 from .reduce import check_shared, merge_round, merge_sums, shares
@@ -123,9 +124,20 @@ class FederatedServer(Callback):
                 stacklevel=2,
             )
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        check_saving(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
-        """Allocates the method's state on the model's device, or restores it."""
+        """Allocates the method's state on the model's device, or restores it.
+
+        Raises:
+            ConfigError: If this server has trained before: the method's state would start anew in
+                the middle of its rounds.
+        """
+        if self._rounds_done and self._restored is None:
+            raise ConfigError(
+                f"this FederatedServer has finished {self._rounds_done} rounds: go on from a "
+                f"checkpoint (ckpt_path), or fit a new one with a new module"
+            )
         network = pl_module.network
         self._module = pl_module
         self._fingerprint = self.fingerprint(trainer, pl_module)
@@ -169,12 +181,36 @@ class FederatedServer(Callback):
 
     def _open_store(self, trainer: Trainer, like: dict[str, Tensors]) -> ClientStore:
         """The per-client state: one folder for all processes, the one of rank 0."""
-        folder = None if trainer.fast_dev_run else run_folder(trainer) / "client_state"  # type: ignore[attr-defined]
-        store = ClientStore(folder, like) if trainer.is_global_zero else None
+        store = None
+        if trainer.is_global_zero:
+            nothing = trainer.fast_dev_run or not like  # type: ignore[attr-defined]
+            store = ClientStore(None if nothing else self._state_folder(trainer), like)
         folder = trainer.strategy.broadcast(None if store is None else store.folder)
         if like and trainer.num_nodes > 1 and folder is not None:
             check_shared(folder, trainer.strategy)
         return ClientStore(folder, like) if store is None else store
+
+    def _state_folder(self, trainer: Trainer) -> Path:
+        """A folder that no other run writes to."""
+        from .roundlog import MetricsFile  # which imports this module
+
+        home = run_folder(trainer)
+        folder = home / "client_state"
+        if any(isinstance(logger, MetricsFile) for logger in trainer.loggers):
+            return folder  # the run's own
+        if self._restored is not None:
+            saved = Path(self._restored["clients"]["folder"])
+            if saved.parent == home.resolve() and saved.is_dir():
+                return saved
+        home.mkdir(parents=True, exist_ok=True)
+        for n in itertools.count(2):
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                folder = home / f"client_state-{n}"
+            else:
+                break
+        return folder
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
         """Opens the round."""
@@ -305,10 +341,16 @@ class FederatedServer(Callback):
         self.plan = None
 
     def _sweep(self, trainer: Trainer) -> None:
-        folders = {getattr(c, "dirpath", None) for c in trainer.checkpoint_callbacks}
         states = []
-        for path in [p for f in folders if f for p in Path(f).glob("*.ckpt")]:
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        for path in known_checkpoints(trainer):
+            try:
+                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as e:  # of somebody else, in any format
+                warnings.warn(
+                    f"per-client state is kept as {path} cannot be read, which may need it: {e}",
+                    stacklevel=2,
+                )
+                return
             # Weights alone, or another trainer's checkpoint, have no index.
             server = saved.get("callbacks", {}).get(self.state_key, {})
             if "clients" in server:

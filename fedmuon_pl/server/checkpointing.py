@@ -11,7 +11,9 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-__all__ = ["AtomicCheckpointIO", "keep_best"]
+from ..errors import ConfigError
+
+__all__ = ["AtomicCheckpointIO", "check_saving", "keep_best", "known_checkpoints"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -35,6 +37,55 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, target)
+
+
+def check_saving(trainer: Trainer) -> None:
+    """Has every ModelCheckpoint save at a round's end, where a run can be resumed.
+
+    Lightning saves after the validation where that is not in every epoch: before the round's end.
+
+    Raises:
+        ConfigError: If one asks for another moment, or keeps the best of several by a metric that
+            was not measured in the rounds between.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        if callback._every_n_train_steps >= 1 or callback._train_time_interval is not None:
+            raise ConfigError(
+                "a ModelCheckpoint with every_n_train_steps or train_time_interval would save "
+                "inside a round; use every_n_epochs"
+            )
+        if callback._save_on_train_epoch_end is None:
+            callback._save_on_train_epoch_end = True
+        if not callback._save_on_train_epoch_end:
+            raise ConfigError(
+                "a ModelCheckpoint with save_on_train_epoch_end=False would save before the "
+                "round's end, and could not be resumed; leave it out"
+            )
+        every = trainer.check_val_every_n_epoch or 1
+        several = callback.monitor is not None and callback.save_top_k not in (-1, 0, 1)
+        if several and callback._every_n_epochs % every:
+            raise ConfigError(
+                f"a ModelCheckpoint with save_top_k={callback.save_top_k} would rank rounds "
+                f"without validation by the value of an earlier one; set its every_n_epochs to "
+                f"trainer.check_val_every_n_epoch={every}"
+            )
+
+
+def known_checkpoints(trainer: Trainer) -> list[Path]:
+    """The checkpoints that the run may be resumed from, as far as it knows them."""
+    found: dict[Path, None] = {}
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        if folder:  # also below it: a slash in a metric's name makes a folder
+            found |= dict.fromkeys(Path(folder).rglob("*.ckpt"))
+        if isinstance(callback, ModelCheckpoint):
+            kept = (*callback.best_k_models, callback.last_model_path, callback.best_model_path)
+            found |= dict.fromkeys(Path(path) for path in kept if path)
+    if trainer.ckpt_path:
+        found[Path(trainer.ckpt_path)] = None
+    return [path for path in found if path.is_file()]
 
 
 def keep_best(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

@@ -127,13 +127,15 @@ class PersonalEvaluation(Callback):
             for part, training in modes:
                 part.training = training
         table = trainer.strategy.reduce(table.to(module.device), reduce_op="sum").cpu()
-        test = table[:, 1].sort().values.tolist()
+        # Not-a-number where there is nothing to measure a client on.
+        val, test = (sorted(v for v in table[:, i].tolist() if not math.isnan(v)) for i in (0, 1))
         worst = test[: math.ceil(len(test) / 10)]
-        return {
-            PERSONAL_VAL: math.fsum(table[:, 0].tolist()) / len(test),
-            "client/personal_acc_mean": math.fsum(test) / len(test),
-            "client/personal_acc_worst10": math.fsum(worst) / len(worst),
+        means = {
+            PERSONAL_VAL: val,
+            "client/personal_acc_mean": test,
+            "client/personal_acc_worst10": worst,
         }
+        return {tag: math.fsum(v) / len(v) for tag, v in means.items() if v}
 
     def _fine_tune(
         self,
@@ -176,13 +178,21 @@ class _Accuracy:
         self.classes = {
             split: self.task.classes(getattr(self.data.splits, split)) for split in ("val", "test")
         }
+        classes = self.data.splits.num_classes
+        self.present = {
+            split: (torch.bincount(labels.cpu(), minlength=classes) > 0).numpy()
+            for split, labels in self.classes.items()
+        }
 
     def __call__(self, stack: ClientStack, client: int, split: Literal["val", "test"]) -> float:
         own = self.data.client_split(client, split)
         if own is not None:
-            return float(self._measure(stack, own, by_class=False))
-        # Only classes that the client has count.
-        shares = torch.from_numpy(self.data.label_shares([client])[0])
+            empty = not len(self.task.classes(own))
+            return math.nan if empty else float(self._measure(stack, own, by_class=False))
+        # Only classes that the client has count, and of which there are samples.
+        shares = torch.from_numpy(self.data.label_shares([client], self.present[split])[0])
+        if not shares.any():
+            return math.nan
         met = (shares > 0).to(self.device)[self.classes[split]]
         samples = self.data.seen_by(client, split, met)
         by_class = self._measure(stack, samples, by_class=True)

@@ -93,8 +93,8 @@ class ClientStore:
             row = b""
         if len(row) != self._size or zlib.crc32(row) != checksum:
             raise MissingClientState(
-                f"the state of client {client} should be in {path}, which is missing, cut short or "
-                f"of another run"
+                f"the state of client {client} should be in {path}, which is missing, cut short, "
+                f"of another run or of a later round of this one"
             )
         return row
 
@@ -159,6 +159,9 @@ class ClientStore:
     def load_state_dict(self, state: Mapping[str, Any], beside: Path | None = None) -> None:
         """Takes over the index of a checkpoint.
 
+        Every client's state is looked for, at the cost of a block of each; its checksum is compared
+        where it could have been given back, and when it is loaded.
+
         Args:
             state: From :meth:`state_dict`.
             beside: The folder that the checkpoint's run keeps its files in now, tried before the
@@ -177,6 +180,9 @@ class ClientStore:
             try:
                 for client in witnesses.values():
                     self._stored(home, client)
+                for client in self._index:
+                    if self._begins_with_zeros(home, client):  # all there is of what was given back
+                        self._stored(home, client)
             except MissingClientState:
                 continue
             if home.resolve() != self.folder.resolve():
@@ -186,6 +192,12 @@ class ClientStore:
             f"the checkpoint needs per-client state from {' or '.join(map(str, homes))}, where "
             f"files are missing or of another run; resume it in the folder of its run"
         )
+
+    def _begins_with_zeros(self, home: Path, client: int) -> bool:
+        number, position, _ = self._index[client]
+        with (home / _name(number)).open("rb") as f:
+            f.seek(position * self._size)
+            return not any(f.read(min(self._size, _BLOCK)))
 
     def _import(self, home: Path, needed: Iterable[int]) -> None:
         assert self.folder is not None

@@ -125,6 +125,12 @@
     return chart;
   };
 
+  const finalsLabel = (finals, method) => {
+    if (!method) return "";
+    const [there, all] = [finals.points[method.name].length, finals.seeds[method.name]];
+    return there < all ? `${method.label} (${there} of ${all} seeds)` : method.label;
+  };
+
   const drawFinals = (canvas, experiment) => {
     const finals = experiment.finals;
     const names = finals.methods.map((name) => experiment.methods.find((m) => m.name === name));
@@ -133,6 +139,7 @@
       const points = finals.points[method.name];
       const step = points.length > 1 ? 0.24 / (points.length - 1) : 0;
       const mean = points.reduce((sum, p) => sum + p.value, 0) / points.length;
+      const complete = points.length === finals.seeds[method.name]; // else it is of the survivors
       const shared = { method: method.name, label: method.label, showLine: false };
       return [
         {
@@ -147,7 +154,7 @@
         {
           ...shared,
           part: "average",
-          data: points.length ? [{ x: mean, y: place - 0.32 }, { x: mean, y: place + 0.32 }] : [],
+          data: complete ? [{ x: mean, y: place - 0.32 }, { x: mean, y: place + 0.32 }] : [],
           showLine: true,
           borderColor: method.colour,
           backgroundColor: method.colour,
@@ -171,7 +178,7 @@
               reverse: true,
               grid: { display: false },
               afterBuildTicks: (scale) => (scale.ticks = names.map((_, i) => ({ value: i }))),
-              ticks: { autoSkip: false, color: "#1d2129", callback: (value) => (names[value] || {}).label },
+              ticks: { autoSkip: false, color: "#1d2129", callback: (value) => finalsLabel(finals, names[value]) },
             }),
           },
           plugins: {
