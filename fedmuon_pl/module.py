@@ -14,8 +14,7 @@ from . import engine
 from .algorithms.base import Algorithm
 from .clients import ClientStack, clip_per_client, random_state_kept, trainable
 from .data.datamodule import FederatedDataModule
-from .data.partition import IntArray, Partition
-from .data.sampling import evaluated_clients
+from .data.partition import IntArray
 from .errors import ConfigError
 from .optim.orthogonalize import autocast_off
 from .schedules import Constant, Schedule
@@ -23,6 +22,7 @@ from .seeding import derive
 from .server.callback import FederatedServer, RoundPlan
 from .server.checkpointing import keep_best
 from .server.checks import check_trainer, first_difference
+from .server.client_accuracy import ClientAccuracy
 from .server.progress import RoundProgressBar
 from .server.reduce import sum_metrics
 from .server.roundlog import RoundLog, find
@@ -107,7 +107,7 @@ class FederatedModule(LightningModule):
             raise ConfigError("the network has no trainable parameter")
         self.evaluators = torch.nn.ModuleDict({s: self._metrics(s) for s in ("val", "test")})
         self._evaluation: dict[str, float] = {}
-        self._shares: tuple[Partition, Tensor] | None = None
+        self._client_accuracy = ClientAccuracy()
         self._at_once, self._channels_last = 1, False
 
     # -- Lightning's hooks --------------------------------------------------------------------
@@ -326,34 +326,13 @@ class FederatedModule(LightningModule):
                 for name, v in computed.items()
             }
             if by_class is not None:
-                values |= self._client_accuracy(by_class)
+                values |= self._client_accuracy(self.data, self.task, by_class)
         if self.trainer.sanity_checking:
             return  # x^0 on two batches is no measurement of a round
         if self.trainer.state.fn == "fit":
             self._evaluation |= values
         # In fit, RoundLog writes; the other commands print a table of what is "logged".
         self.log_dict(values, logger=self.trainer.state.fn != "fit")
-
-    def _client_accuracy(self, by_class: Tensor) -> dict[str, float]:
-        """Per-class test accuracy weighted by each client's label shares.
-
-        Classes without a test image say nothing, nor clients that have no others.
-        """
-        partition = self.data.partition
-        if self._shares is None or self._shares[0] is not partition:  # once: it follows N
-            clients = evaluated_clients(partition.clients_with_data)
-            tested = self.task.classes(self.data.splits.test).cpu()
-            present = torch.bincount(tested, minlength=len(by_class)).numpy() > 0
-            shares = torch.from_numpy(self.data.label_shares(clients, present))
-            self._shares = partition, shares[shares.sum(1) > 0]
-        accuracy = (self._shares[1] @ by_class.double().cpu()).sort().values
-        if not len(accuracy):
-            return {}
-        worst = accuracy[: math.ceil(len(accuracy) / 10)]
-        return {
-            "client/acc_mean": float(accuracy.mean()),
-            "client/acc_worst10": float(worst.mean()),
-        }
 
     def add_evaluation(self, values: dict[str, float]) -> None:
         """Puts a callback's measurements of the round into its row, by tag; callbacks see them."""

@@ -1,12 +1,13 @@
-"""Batches are pytrees of tensors."""
+"""Nested values: batches, which are pytrees of tensors, and arguments as plain values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["map_tensors"]
+__all__ = ["map_tensors", "plain"]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:  # noqa: ANN401
@@ -16,3 +17,21 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:  # noq
     if type(batch) is tuple and all(isinstance(t, Tensor) for t in batch):
         return tuple(function(t) for t in batch)
     return tree_map(function, batch)
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401
+    """A constructor argument as numbers, strings, lists and dicts."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, Sequence):
+        return [plain(v) for v in value]
+    if isinstance(value, partial):
+        # The CLI's factories carry the class among the arguments.
+        kinds: list[Any] = [a for a in value.args if isinstance(a, type)] or [value.func]
+        return {"call": plain(kinds[0]), **{k: plain(v) for k, v in value.keywords.items()}}
+    if callable(getattr(value, "describe", None)) and not isinstance(value, type):
+        return value.describe()
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

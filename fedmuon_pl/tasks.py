@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from .clients import Forward
 from .errors import ConfigError
+from .pytrees import plain
 from .seeding import derive
 
 __all__ = ["Classification", "LanguageModelling", "NetworkFactory", "Task"]
@@ -44,8 +45,6 @@ class Task(ABC):
 
     def describe(self) -> dict[str, Any]:
         """Name, settings and the network's arguments, for the fingerprint of a run."""
-        from .algorithms.base import plain  # which imports what imports this
-
         settings = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
         if isinstance(self._network, nn.Module):  # as it is; its text has what its layers are
             network: Any = hashlib.sha256(repr(self._network).encode()).hexdigest()

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from .compare.runs import flatten, read_yaml
-from .server.callback import run_folder
+from .server.folders import run_folder
 from .server.roundlog import EVENTS, FINAL, RoundLog, find
 
 __all__ = ["LAYOUT", "TensorBoardPages", "by_cost", "settings_of"]

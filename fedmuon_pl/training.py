@@ -23,8 +23,9 @@ from .environment import record_start
 from .errors import ConfigError, FedMuonError
 from .module import FederatedModule
 from .parallel import ClientParallel, processes_of_launcher, processes_threads
-from .server.callback import FederatedServer, run_folder
+from .server.callback import FederatedServer
 from .server.checks import check_trainer_config
+from .server.folders import run_folder
 from .server.progress import RoundProgressBar
 from .server.roundlog import MetricsFile, RoundLog
 from .server.state import MissingClientState

@@ -169,7 +169,7 @@ def test_a_shared_sample_cannot_be_skewed(npz, tmp_path):
     with pytest.raises(ConfigError, match="gives no sample to two clients"):
         npz(DirichletReleasedCode(0.01), feature_skew=Rotation())
     floats = np.zeros((60, 3, 4, 4))
-    write_npz(tmp_path / "mine.npz", shape=(3, 4, 4), x_train=floats)
+    write_npz(tmp_path / "mine.npz", shape=(3, 4, 4), x_train=floats, x_test=floats[:20])
     with pytest.raises(ConfigError, match="these are floats"):
         npz(feature_skew=Rotation())
     write_npz(tmp_path / "mine.npz", shape=(3, 4, 5))

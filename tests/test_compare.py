@@ -34,7 +34,8 @@ from fedmuon_pl.compare import (
     summary,
 )
 from fedmuon_pl.compare.compare_command import compare_main
-from fedmuon_pl.compare.execute import execute, inspect
+from fedmuon_pl.compare.execute import execute
+from fedmuon_pl.compare.inspection import inspect
 from fedmuon_pl.compare.plan import PlanError
 from fedmuon_pl.compare.plan_file import load_plan, parse_plan
 from fedmuon_pl.compare.sweep_command import sweep_main

@@ -26,7 +26,7 @@ from reference import tiny_problem
 
 from fedmuon_pl import FedAvg
 from fedmuon_pl.cli import main
-from fedmuon_pl.data.datamodule import Batches
+from fedmuon_pl.data.batches import Batches
 from fedmuon_pl.data.sampling import local_batches, local_work
 from fedmuon_pl.launch import cores
 from fedmuon_pl.parallel import ClientParallel, processes_threads

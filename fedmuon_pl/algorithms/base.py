@@ -14,7 +14,6 @@ The first two are defined in :mod:`fedmuon_pl.algorithms.parts`.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..clients import ClientStack, Tensors, nbytes
+from ..pytrees import plain
 from .parts import LocalRule, LocalRun, Mechanism, Member, Setting, Upload
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "ServerRule",
     "Setting",
     "Upload",
-    "plain",
     "plain_average",
 ]
 
@@ -254,24 +253,6 @@ class Algorithm:
                     raise ValueError(f"{self.name}: the saved {key}.{name} has other shapes")
                 for mine, theirs in zip(tensors, saved, strict=True):
                     mine.copy_(theirs)
-
-
-def plain(value: Any) -> Any:  # noqa: ANN401
-    """A constructor argument as numbers, strings, lists and dicts."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, Sequence):
-        return [plain(v) for v in value]
-    if isinstance(value, partial):
-        # The CLI's factories carry the class among the arguments.
-        kinds: list[Any] = [a for a in value.args if isinstance(a, type)] or [value.func]
-        return {"call": plain(kinds[0]), **{k: plain(v) for k, v in value.keywords.items()}}
-    if isinstance(value, Algorithm):
-        return value.describe()
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _keys(state: Mapping[str, Mapping[str, Tensors]]) -> list[str]:

@@ -210,8 +210,8 @@ class LocalRun:
     def set_number(self, key: str, indices: Sequence[int], value: float | Tensor) -> None:
         """Places a state that is one number, of all clients of the block or ``(C,)`` of each.
 
-        As torch's optimisers keep it, a tensor in the dtype and place of their fused kernels, or,
-        where the optimiser names its ``weights``, as it is; a number where there is no client axis.
+        As torch's optimisers keep it, a tensor for their fused kernels, or, where the optimiser
+        names its ``weights``, as it is.
         """
         if isinstance(value, Tensor) and not self.client_axis:
             value = float(value[0])
@@ -227,15 +227,15 @@ class LocalRun:
         Raises:
             ValueError: If it is not the same for all these parameters.
         """
-        leaves = [self._leaf(i) for i in indices]
-        values = [optimizer.state[leaf].get(key, 0.0) for optimizer, leaf in leaves]
+        found = [self._leaf(i) for i in indices]
+        values = [optimizer.state[leaf].get(key, 0.0) for optimizer, leaf in found]
         if len({v for v in values if isinstance(v, float)}) > 1:
             raise ValueError(
-                f"{key} differs between parameter groups, and one number stands for all of them: "
-                f"give the groups the same betas"
+                f"{key} differs between parameter groups, where one number stands for all: give "
+                f"them the same betas"
             )
-        found = torch.as_tensor(values[0], dtype=torch.float64, device=leaves[0][1].device)
-        return found.expand(len(self.clients))
+        value = torch.as_tensor(values[0], dtype=torch.float64, device=found[0][1].device)
+        return value.expand(len(self.clients))
 
     def _leaf(self, index: int) -> tuple[Optimizer, Tensor]:
         for optimizer, indices in self.members:
@@ -262,8 +262,7 @@ class Mechanism:
         stays_local: Names of the parameters and buffers that the clients keep for themselves:
             never averaged, sent or received. Set in :meth:`setup`, by a method's first mechanism
             only.
-        lr: The learning rate eta of each parameter in this round, as in :attr:`LocalRun.lr`; also
-            in a process that has no client in the round. Set before :meth:`aggregate`.
+        lr: As :attr:`LocalRun.lr`, set before :meth:`aggregate` in every process.
     """
 
     name: str
@@ -295,10 +294,7 @@ class Mechanism:
         """
 
     def receivers(self, run: LocalRun) -> int:
-        """How many clients of a block receive :meth:`download`: all, unless some hold it already.
-
-        Called after :meth:`begin`.
-        """
+        """How many receive :meth:`download`: all, unless some hold it. After :meth:`begin`."""
         return len(run.clients)
 
     def local_scale(self, index: int) -> float:

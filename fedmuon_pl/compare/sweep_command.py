@@ -17,8 +17,9 @@ from rich.console import Console
 from ..errors import ConfigError
 from .comparison import compare_runs
 from .console import CommandParser, guarded, parsed, positive, terminal, write
-from .execute import Outcome, execute, inspect
+from .execute import Outcome, execute
 from .grid import best_points, given_texts, grid_markdown, grid_note, write_tuned
+from .inspection import inspect
 from .plan import Plan, Run
 from .plan_file import load_plan, parse_plan
 from .runs import read_runs

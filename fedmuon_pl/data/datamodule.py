@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -11,17 +11,18 @@ import numpy as np
 import torch
 from pytorch_lightning import LightningDataModule
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ..errors import ConfigError
 from ..pytrees import map_tensors
 from ..seeding import numpy_rng
+from .batches import Batches, OneRound
 from .partition import IntArray, Partition, Partitioner
 from .partition_cache import cached_partition
 from .sampling import local_batches
 from .size_skew import Natural
 
-__all__ = ["Batches", "FederatedDataModule", "Splits"]
+__all__ = ["FederatedDataModule", "Splits"]
 
 
 _GATHERED = 1024
@@ -47,55 +48,6 @@ class Splits:
     labels: IntArray
     num_classes: int
     writers: IntArray | None = None
-
-
-class Batches:
-    """Batches of evaluation: a sized iterable that any number of passes may read.
-
-    Args:
-        data: A pytree of tensors whose first axis is the samples.
-        size: Samples in a batch; the last may be shorter.
-        prepare: What is done to a batch when it is taken.
-        rank: Of the processes that share the batches, this one's number.
-        ranks: How many there are; rank r has batches r, r + ranks, and so on. One that has none
-            gets an empty batch: all processes must go through the same evaluations.
-    """
-
-    def __init__(
-        self,
-        data: Any,  # noqa: ANN401
-        size: int,
-        prepare: Callable[[Any], Any] = lambda batch: batch,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        self.data = data
-        self.size = size
-        self.prepare = prepare
-        self.samples = len(tree_leaves(data)[0])
-        batches = range(-(-self.samples // size))
-        past_the_end = range(len(batches), len(batches) + 1)
-        self._own = batches[rank::ranks] or (past_the_end if rank else batches)
-
-    def __len__(self) -> int:
-        """The number of batches."""
-        return len(self._own)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Batch after batch, in order."""
-        for i in self._own:
-            part = slice(i * self.size, (i + 1) * self.size)
-            yield self.prepare(tree_map(lambda t, part=part: t[part], self.data))
-
-
-class _OneRound:
-    """The training loader: one batch, the whole round; the clients' data go another way."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[int]:
-        yield 0
 
 
 class FederatedDataModule(LightningDataModule):
@@ -311,10 +263,7 @@ class FederatedDataModule(LightningDataModule):
     ) -> np.ndarray:
         """The share of each class in the clients' data, ``(clients, classes)``; rows sum to 1.
 
-        Args:
-            clients: Their ids.
-            present: Which classes count, ``(classes,)``: those of which an evaluation has samples.
-                The row of a client that has none of them is 0.
+        With ``present`` ``(classes,)`` only of those classes; 0 for a client that has none of them.
         """
         labels, classes = self.splits.labels, self.splits.num_classes
         counts = np.stack(
@@ -333,9 +282,9 @@ class FederatedDataModule(LightningDataModule):
             "batch_size": self.batch_size,
         }
 
-    def train_dataloader(self) -> _OneRound:
+    def train_dataloader(self) -> OneRound:
         """One batch: the round."""
-        return _OneRound()
+        return OneRound()
 
     def val_dataloader(self) -> list[Batches]:
         """The validation split, and during ``fit`` the test set for its curve."""

@@ -1,6 +1,5 @@
 """The federated server: cohort, broadcast, aggregation and server step, as a Lightning callback."""
 
-import itertools
 import time
 import warnings
 from collections.abc import Mapping
@@ -18,9 +17,10 @@ from ..data.datamodule import FederatedDataModule
 from ..data.sampling import cohort, local_work, resolve_cohort_size
 from ..errors import ConfigError, NonFiniteUpdate
 from .aggregate import mean_buffers
-from .checkpointing import AtomicCheckpointIO, check_saving, known_checkpoints
+from .checkpointing import AtomicCheckpointIO, check_saving, states_in_use
 from .checks import check_trainer, first_difference
 from .diagnostics import RoundDiagnostics
+from .folders import state_folder
 from .reduce import check_shared, merge_round, merge_sums, shares
 from .state import ClientStore
 from .totals import RoundTotals
@@ -28,7 +28,7 @@ from .totals import RoundTotals
 if TYPE_CHECKING:
     from ..module import FederatedModule
 
-__all__ = ["FederatedServer", "RoundPlan", "run_folder"]
+__all__ = ["FederatedServer", "RoundPlan"]
 
 
 @dataclass
@@ -184,33 +184,11 @@ class FederatedServer(Callback):
         store = None
         if trainer.is_global_zero:
             nothing = trainer.fast_dev_run or not like  # type: ignore[attr-defined]
-            store = ClientStore(None if nothing else self._state_folder(trainer), like)
+            store = ClientStore(None if nothing else state_folder(trainer, self._restored), like)
         folder = trainer.strategy.broadcast(None if store is None else store.folder)
         if like and trainer.num_nodes > 1 and folder is not None:
             check_shared(folder, trainer.strategy)
         return ClientStore(folder, like) if store is None else store
-
-    def _state_folder(self, trainer: Trainer) -> Path:
-        """A folder that no other run writes to."""
-        from .roundlog import MetricsFile  # which imports this module
-
-        home = run_folder(trainer)
-        folder = home / "client_state"
-        if any(isinstance(logger, MetricsFile) for logger in trainer.loggers):
-            return folder  # the run's own
-        if self._restored is not None:
-            saved = Path(self._restored["clients"]["folder"])
-            if saved.parent == home.resolve() and saved.is_dir():
-                return saved
-        home.mkdir(parents=True, exist_ok=True)
-        for n in itertools.count(2):
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                folder = home / f"client_state-{n}"
-            else:
-                break
-        return folder
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: "FederatedModule") -> None:  # type: ignore[override]
         """Opens the round."""
@@ -332,30 +310,15 @@ class FederatedServer(Callback):
             and self._rounds_done % 10 == 0
             and self.store.folder is not None
         ):
-            self._sweep(trainer)
+            states = states_in_use(trainer, self.state_key)
+            if states is not None:
+                self.store.sweep(states)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Gives up the open round; the global model still is x^r."""
         self.plan = None
-
-    def _sweep(self, trainer: Trainer) -> None:
-        states = []
-        for path in known_checkpoints(trainer):
-            try:
-                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as e:  # of somebody else, in any format
-                warnings.warn(
-                    f"per-client state is kept as {path} cannot be read, which may need it: {e}",
-                    stacklevel=2,
-                )
-                return
-            # Weights alone, or another trainer's checkpoint, have no index.
-            server = saved.get("callbacks", {}).get(self.state_key, {})
-            if "clients" in server:
-                states.append(server["clients"])
-        self.store.sweep(states)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -434,14 +397,3 @@ class FederatedServer(Callback):
                 f"the run goes on with another engine ({changed}): results agree to rounding only",
                 stacklevel=2,
             )
-
-
-def run_folder(trainer: Trainer) -> Path:
-    """The folder of the run: of its ``metrics.csv``, else of its first logger, else the root."""
-    from .roundlog import MetricsFile  # which imports this module
-
-    own = [logger.log_dir for logger in trainer.loggers if isinstance(logger, MetricsFile)]
-    # Not trainer.log_dir, which all processes would have to call together.
-    first = trainer.loggers[0] if trainer.loggers else None
-    theirs = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
-    return Path(own[0] if own else theirs or trainer.default_root_dir)

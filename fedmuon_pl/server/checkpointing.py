@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from ..errors import ConfigError
 
-__all__ = ["AtomicCheckpointIO", "check_saving", "keep_best", "known_checkpoints"]
+__all__ = ["AtomicCheckpointIO", "check_saving", "keep_best", "states_in_use"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -73,7 +73,7 @@ def check_saving(trainer: Trainer) -> None:
             )
 
 
-def known_checkpoints(trainer: Trainer) -> list[Path]:
+def _known_checkpoints(trainer: Trainer) -> list[Path]:
     """The checkpoints that the run may be resumed from, as far as it knows them."""
     found: dict[Path, None] = {}
     for callback in trainer.checkpoint_callbacks:
@@ -86,6 +86,33 @@ def known_checkpoints(trainer: Trainer) -> list[Path]:
     if trainer.ckpt_path:
         found[Path(trainer.ckpt_path)] = None
     return [path for path in found if path.is_file()]
+
+
+def states_in_use(trainer: Trainer, key: str) -> list[Any] | None:
+    """The indexes of per-client state in the checkpoints that the run may be resumed from.
+
+    Args:
+        trainer: Whose checkpoints they are.
+        key: Of the server among the callbacks.
+
+    Returns:
+        One for each checkpoint that has any; None if one cannot be read, and so may need all.
+    """
+    states = []
+    for path in _known_checkpoints(trainer):
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as e:  # of somebody else, in any format
+            warnings.warn(
+                f"per-client state is kept as {path} cannot be read, which may need it: {e}",
+                stacklevel=2,
+            )
+            return None
+        # Weights alone, or another trainer's checkpoint, have no index.
+        server = saved.get("callbacks", {}).get(key, {})
+        if "clients" in server:
+            states.append(server["clients"])
+    return states
 
 
 def keep_best(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

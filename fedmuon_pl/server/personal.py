@@ -8,13 +8,15 @@ from pytorch_lightning import Callback, Trainer
 from torch import Tensor
 
 from ..clients import ClientStack, random_state_kept, trainable
-from ..data.datamodule import Batches, FederatedDataModule
+from ..data.batches import Batches
+from ..data.datamodule import FederatedDataModule
 from ..data.sampling import evaluated_clients
 from ..errors import ConfigError
 from ..optim.orthogonalize import autocast_off
 from ..seeding import derive
 from .callback import FederatedServer
 from .checks import PERSONAL_VAL
+from .client_accuracy import present_classes
 from .roundlog import find
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ class _Accuracy:
         }
         classes = self.data.splits.num_classes
         self.present = {
-            split: (torch.bincount(labels.cpu(), minlength=classes) > 0).numpy()
+            split: present_classes(labels, classes).numpy()
             for split, labels in self.classes.items()
         }
 

@@ -12,7 +12,8 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from pytorch_lightning.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities import rank_zero_only
 
-from .callback import FederatedServer, run_folder
+from .callback import FederatedServer
+from .folders import run_folder
 
 if TYPE_CHECKING:
     from ..module import FederatedModule
