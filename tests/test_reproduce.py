@@ -117,12 +117,12 @@ def test_a_table_says_what_failed_and_what_differs(tmp_path):
     grid, notes = beside(reproduction, case, runs, failed)
     rows = {row[0]: list(row[1:]) for row in grid.rows}
     assert grid.heads == ["method", "lr", "seeds", "ours", "published", "difference"]
-    assert rows["fedavg_momentum"] == ["0.1", "2", "88.00 ± 1.41", "86.00 ± 1.00", "+2.00"]
+    assert rows["FedAvg (momentum)"] == ["0.1", "2", "88.00 ± 1.41", "86.00 ± 1.00", "+2.00"]
     # The survivor alone is no mean to compare, and a method that always fails keeps its row.
     assert rows["SCAFFOLD"] == ["0.01", "1 of 2", "80.00", "86.00 ± 1.00", "-"]
-    assert rows["fedavg_adam"] == ["-", "0 of 2", "-", "-", "-"]
+    assert rows["FedAvg (Adam)"] == ["-", "0 of 2", "-", "-", "-"]
     assert f"SCAFFOLD, seed 1, did not finish: {nan}" in notes
-    assert sum("fedavg_adam, seed" in note for note in notes) == 2
+    assert sum("FedAvg (Adam), seed" in note for note in notes) == 2
     assert any(note.startswith("SCAFFOLD: ours takes plain SGD steps") for note in notes)
     # Numbers of another task are shown, and never subtracted.
     mini = load_reproduction("mini")
@@ -158,7 +158,7 @@ def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch, forked):
     page = (tmp_path / "out" / "lmo.md").read_text()
     assert "these numbers say nothing" in page
     row = re.search(
-        r"\| fedavg_momentum +\| +0.1 \| +1 \| +(\S+) \| 86.00 ± 1.00 \| +(\S+) \|", page
+        r"\| FedAvg \(momentum\) +\| +0.1 \| +1 \| +(\S+) \| 86.00 ± 1.00 \| +(\S+) \|", page
     )
     assert row, page
     assert float(row[2]) == pytest.approx(float(row[1]) - 86.0)

@@ -11,6 +11,8 @@ NAMES = {
     "local_muon": "Local Muon",
     "fedavg": "FedAvg",
     "fedavgm": "FedAvgM",
+    "fedavg_momentum": "FedAvg (momentum)",
+    "fedavg_adam": "FedAvg (Adam)",
     "fedprox": "FedProx",
     "fedbn": "FedBN",
     "fednova": "FedNova",
