@@ -208,8 +208,9 @@ class Algorithm:
             lr_factor: As in :meth:`begin`.
         """
         direction = means["displacement"]
+        lr = [rate * lr_factor for rate in self.rates]
         for mechanism in self.mechanisms:
-            mechanism.lr = [rate * lr_factor for rate in self.rates]
+            mechanism.lr = lr
             mechanism.aggregate(means.get(mechanism.name, []), cohort_size)
             direction = mechanism.server_direction(direction)
         return direction

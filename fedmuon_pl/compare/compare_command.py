@@ -14,7 +14,7 @@ from .comparison import Comparison, Format, compare_runs
 from .console import CommandParser, comparison_arguments, guarded, parsed, terminal
 from .runs import Problem, RunData, read_runs
 
-__all__ = ["by_experiment", "compare_main", "finished_runs", "replace_section"]
+__all__ = ["compare_main", "finished_runs", "replace_section"]
 
 
 def _compare_parser() -> argparse.ArgumentParser:
@@ -79,7 +79,7 @@ def _compare(options: argparse.Namespace) -> int:
         target=target,
         against=options.against,
         all_trials=options.all_trials,
-        left_out=by_experiment(problems),
+        left_out=_by_experiment(problems),
     )
     for comparison in found:
         _print(comparison, options.format, console)
@@ -94,7 +94,7 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def by_experiment(problems: Sequence[Problem]) -> dict[str, list[str]]:
+def _by_experiment(problems: Sequence[Problem]) -> dict[str, list[str]]:
     """A sentence for each run that was left out, by its experiment's folder."""
     found: dict[str, list[str]] = {}
     for problem in problems:

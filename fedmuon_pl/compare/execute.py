@@ -23,7 +23,7 @@ from typing import IO, Literal
 
 from ..environment import PLANNED
 from .inspection import deciding, finished, inspect
-from .plan import Plan, PlanError, Run
+from .plan import Plan, Run
 from .runs import progress
 
 __all__ = ["Event", "Outcome", "execute"]
@@ -254,12 +254,7 @@ def execute(
     Raises:
         PlanError: If the plan cannot be resolved, or has no run of a name; nothing was started.
     """
-    runs = plan.runs(root)
-    if only is not None:
-        missing = sorted(set(only) - {run.name for run in runs})
-        if missing:
-            raise PlanError(f"plan {plan.name} has no run {missing[0]}")
-        runs = [run for run in runs if run.name in only]
+    runs = plan.runs(root, only)
     devices = [] if _several_devices(runs) else gpus()
     width = jobs or plan.jobs or len(devices) or max(1, cores() // plan.threads)
     tag = plan.choose.metric

@@ -10,13 +10,13 @@ from .runs import RunData
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["SPEED", "conditions", "differences", "known_files", "settings"]
+__all__ = ["conditions", "decisive", "differences", "settings"]
 
-SPEED = re.compile(
+# Keys under which two fairly compared runs may differ: they say how fast, never what.
+_SPEED = re.compile(
     r"^model\.(clients_at_once|channels_last)$"
     r"|(^|\.)(eval_batch_size|num_workers|pin_memory|download|cache)$"
 )
-"""Keys under which two fairly compared runs may differ: they say how fast, never what."""
 _HASHED = ("CIFAR10", "CIFAR100", "FashionMNIST")
 _SECTIONS = re.compile(
     r"^(data|server|model)\.|^trainer\.(max_epochs|precision)$|(^|\.)(local_\w+|batch_size)$"
@@ -27,21 +27,25 @@ _ABSENT = "(absent)"
 
 def _fair(config: Mapping[str, Any]) -> dict[str, str]:
     """What must be the same for every method of a comparison, as text."""
-    known = known_files(config)
     return {
         key: json.dumps(value, default=str)
-        for key, value in config.items()
-        if _SECTIONS.search(key)
-        and not _METHOD.search(key)
-        and not SPEED.search(key)
-        and not (known and key == "data.init_args.root")
+        for key, value in decisive(config).items()
+        if _SECTIONS.search(key) and not _METHOD.search(key)
     }
 
 
-def known_files(config: Mapping[str, Any]) -> bool:
-    """Whether the data are the same wherever they lie, because their files' hashes were checked."""
+def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what decides no result: the speed, and where known data lie.
+
+    Of data whose files' hashes are not checked, where they lie says which they are.
+    """
     name = str(config.get("data.class_path")).rpartition(".")[2]
-    return name in _HASHED and config.get("data.init_args.verify", True) is True
+    known = name in _HASHED and config.get("data.init_args.verify", True) is True
+    return {
+        key: value
+        for key, value in config.items()
+        if not _SPEED.search(key) and not (known and key == "data.init_args.root")
+    }
 
 
 def conditions(run: RunData) -> str:

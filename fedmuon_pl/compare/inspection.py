@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ..environment import FILE
-from .fairness import SPEED, known_files
+from .fairness import decisive
 from .plan import Run, flag_text
 from .runs import done_rounds, flatten, progress, read_yaml
 
@@ -100,17 +100,11 @@ def _text(key: str, value: object) -> str:
 
 
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a plan's settings that decide a run's result.
-
-    Not where data lie whose files are checked; of others that is what they are.
-    """
-    known = known_files(settings)
+    """Those of a plan's settings that decide a run's result."""
     return {
         key: value
-        for key, value in settings.items()
-        if (key.split(".")[0] in ("model", "data", "server") or key == "trainer.precision")
-        and not SPEED.search(key)
-        and not (known and key == "data.init_args.root")
+        for key, value in decisive(settings).items()
+        if key.split(".")[0] in ("model", "data", "server") or key == "trainer.precision"
     }
 
 

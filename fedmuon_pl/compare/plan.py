@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -168,15 +168,18 @@ class Plan:
         """Whether there is anything to choose."""
         return any(entry.grid or entry.search for entry in self.entries)
 
-    def runs(self, root: str | Path | None = None) -> list[Run]:
+    def runs(
+        self, root: str | Path | None = None, only: Collection[str] | None = None
+    ) -> list[Run]:
         """Every run of the plan, in the order in which they are started.
 
         Args:
             root: The folder for all runs; the plan's own by default.
+            only: Their names (:attr:`Run.name`); None for all.
 
         Raises:
-            PlanError: If a YAML that a run needs is missing, two runs would share a folder, or the
-                last round of one would not be evaluated.
+            PlanError: If it has no run of a name, a YAML that a run needs is missing, two runs
+                would share a folder, or the last round of one would not be evaluated.
         """
         read = functools.cache(lambda file: flatten(read_yaml(file)))  # most runs share files
         runs = [
@@ -191,7 +194,12 @@ class Plan:
             if run.folder in folders:
                 raise PlanError(f"plan {self.name}: two of its runs would write to {run.folder}")
             folders.add(run.folder)
-        return runs
+        if only is None:
+            return runs
+        missing = sorted(set(only) - {run.name for run in runs})
+        if missing:
+            raise PlanError(f"plan {self.name} has no run {missing[0]}")
+        return [run for run in runs if run.name in only]
 
     def _run(
         self,

@@ -124,18 +124,17 @@ def _plan(options: argparse.Namespace) -> Plan:
             }
         )
     overrides = dict(_setting(text) for text in options.set)
+    flags = {key: f"--set {key}" for key in overrides}
+    if options.rounds:
+        if "trainer.max_epochs" in flags:
+            raise ConfigError(f"--rounds {options.rounds}: --set gives trainer.max_epochs too")
+        flags["trainer.max_epochs"] = f"--rounds {options.rounds}"
     for entry in plan.entries:
-        own = sorted(overrides.keys() & {*entry.set, *entry.grid, *entry.search})
+        own = sorted(flags.keys() & {*entry.set, *entry.grid, *entry.search})
         if own:
             raise ConfigError(
-                f"--set {own[0]}: plan {plan.name} gives {entry.label} a value of its own"
+                f"{flags[own[0]]}: plan {plan.name} gives {entry.label} a value of its own"
             )
-    if options.rounds:
-        for name, keys in [("--set", overrides)] + [
-            (entry.label, {*entry.set, *entry.grid, *entry.search}) for entry in plan.entries
-        ]:
-            if "trainer.max_epochs" in keys:
-                raise ConfigError(f"--rounds {options.rounds}: {name} gives trainer.max_epochs too")
     seeds = list(dict.fromkeys(options.seed)) if options.seed else plan.seeds
     return dataclasses.replace(
         plan, seeds=seeds, set={**plan.set, **overrides}, rounds=options.rounds
@@ -157,12 +156,7 @@ def _sweep(options: argparse.Namespace, args: Sequence[str]) -> int:
         )
     if _proposals(plan) and (options.slurm or options.only):
         raise ConfigError(f"plan {plan.name} is a search, whose runs are not known beforehand")
-    planned = plan.runs(options.root)
-    if options.only:
-        unknown = sorted(set(options.only) - {run.name for run in planned})
-        if unknown:
-            raise ConfigError(f"plan {plan.name} has no run {unknown[0]}")
-        planned = [run for run in planned if run.name in options.only]
+    planned = plan.runs(options.root, options.only)
     console = terminal()
     if options.dry_run:
         for run in planned:

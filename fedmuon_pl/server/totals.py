@@ -112,10 +112,7 @@ class RoundTotals:
         """
         displacement = run.displacement()
         measured = self.diagnostics.measure(displacement, losses)
-        sent = self._sound_uploads(uploads, len(run.clients))
-        sound = [
-            a and b for a, b in zip(self._sound_buffers(buffers, len(sent)), sent, strict=True)
-        ]
+        sound = self._sound(buffers, uploads, len(run.clients))
         weights = [self._weight(c) for c in run.clients]
         for c, client in enumerate(run.clients):
             if not (measured.finite[c] and sound[c]):
@@ -139,22 +136,25 @@ class RoundTotals:
         self.steps += run.steps * len(run.clients)
         self.accepted += len(accepted)
 
-    def _sound_buffers(self, buffers: Mapping[str, Tensor], clients: int) -> list[bool]:
-        """Whether each client's float buffers are finite where the global model's are."""
-        if not self._floats:
-            return [True] * clients
-        theirs = torch.cat([buffers[n].unsqueeze(1).flatten(1) for n in self._floats], 1)
-        ours = torch.cat([self.buffers[n].flatten() for n in self._floats])
-        sound: list[bool] = (theirs.isfinite() | ~ours.isfinite()).all(1).tolist()
-        return sound
+    def _sound(
+        self, buffers: Mapping[str, Tensor], uploads: Mapping[str, Upload], clients: int
+    ) -> list[bool]:
+        """Whether what each client sends is finite, beside its weights.
 
-    def _sound_uploads(self, uploads: Mapping[str, Upload], clients: int) -> list[bool]:
-        """Whether all that each client sends beside weights and buffers is finite."""
-        tensors = [t for upload in uploads.values() for t in upload.tensors]
-        if not tensors:
+        Float buffers only where the global model's are.
+        """
+        found = [
+            t.reshape(clients, -1).isfinite().all(1)
+            for upload in uploads.values()
+            for t in upload.tensors
+        ]
+        if self._floats:
+            theirs = torch.cat([buffers[n].unsqueeze(1).flatten(1) for n in self._floats], 1)
+            ours = torch.cat([self.buffers[n].flatten() for n in self._floats])
+            found.append((theirs.isfinite() | ~ours.isfinite()).all(1))
+        if not found:
             return [True] * clients
-        found = torch.stack([t.reshape(clients, -1).isfinite().all(1) for t in tensors])
-        sound: list[bool] = found.all(0).tolist()
+        sound: list[bool] = torch.stack(found).all(0).tolist()
         return sound
 
     def _refuse(self, run: LocalRun, client: int, losses: Tensor) -> None:
