@@ -99,7 +99,11 @@ CONTESTANTS = {
 }  # fmt: skip
 # What the table of ratios wants, each over the row that it is compared with.
 ROWS = {
-    "lenet": {"muon_lenet": "FedMuon", "muon_lenet_half": "FedMuon, orthogonalised in bf16"},
+    "lenet": {
+        "lenet": "FedAvg",
+        "muon_lenet": "FedMuon",
+        "muon_lenet_half": "FedMuon, orthogonalised in bf16",
+    },
     "resnet": {
         "resnet": "FedAvg",
         "resnet_half": "FedAvg, bf16-mixed",

@@ -143,10 +143,12 @@ def main():
     rows = {}
     if {FIT_2, BARE_2} <= set(medians):
         rows["fit_2"] = medians[FIT_2][0] / medians[BARE_2][0]
-    if FIT_1 in medians:
-        rows["first_1"] = medians[FIT_1][1]
+    for processes, fit_n, bare_n in ((1, FIT_1, BARE_1), (2, FIT_2, BARE_2)):
+        if fit_n in medians:
+            rows[f"first_{processes}"] = medians[fit_n][1]
+            if bare_n in medians:
+                rows[f"first_{processes}_bare"] = medians[fit_n][1] / medians[bare_n][1]
     if FIT_2 in medians:
-        rows["first_2"] = medians[FIT_2][1]
         rows["memory_2"] = medians[FIT_2][3] / 1024
     report(given.json, table, rows)
 

@@ -26,6 +26,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NoReturn, cast
 
 import numpy as np
@@ -216,10 +217,48 @@ def _iterate(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
     """The iteration as written; x of shape (rows, cols) or (batch, rows, cols)."""
     addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in schedule:
-        gram = x @ x.mT
-        polynomial = addmm(gram, gram, gram, beta=b, alpha=c)
+        gram = _symmetric_product(x, x.mT)
+        polynomial = _symmetric_product(gram, gram, gram, beta=b, alpha=c)
         x = addmm(x, polynomial, x, beta=a)
     return x
+
+
+def _symmetric_product(
+    left: Tensor, right: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+) -> Tensor:
+    """``left @ right``, or ``alpha left @ right + beta plus``, where it is known to be symmetric.
+
+    From 512 rows on only its blocks on and above the diagonal are computed, on a CPU, where an
+    orthogonalisation then took 0.83 (512 x 4608) to 0.94 (512 x 512) of the time; of 256 rows the
+    copies took what the products saved.
+    """
+    rows, addmm = left.shape[-2], torch.addmm if left.ndim == 2 else torch.baddbmm
+    if rows < 512 or not _blocks_pay(left):
+        if plus is None:
+            return left @ right
+        return addmm(plus, left, right, beta=beta, alpha=alpha)
+    if plus is None:
+        plus, beta = left.new_zeros(()), 0.0  # beta = 0: not read
+    product = left.new_empty(*left.shape[:-1], rows)
+    plus = plus.expand_as(product)
+    for low, high in pairwise(rows * i // 4 for i in range(5)):
+        band = slice(low, high), slice(low, None)
+        addmm(
+            plus[..., *band],
+            left[..., low:high, :],
+            right[..., low:],
+            beta=beta,
+            alpha=alpha,
+            out=product[..., *band],
+        )
+        product[..., high:, low:high] = product[..., low:high, high:].mT
+    return product
+
+
+def _blocks_pay(x: Tensor) -> bool:
+    """Where :func:`_symmetric_product` works by blocks; they are written in place: no gradients."""
+    graph = torch.is_grad_enabled() and x.requires_grad
+    return x.is_cpu and x.dtype in _BLAS and not graph
 
 
 def _iterate_gram(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
@@ -236,18 +275,17 @@ def _iterate_gram(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
 
     Source: arXiv 2505.16932, appendix F, Algorithm 4 (restarts as proposed there).
     """
-    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
     together = 5 if len(schedule) <= 5 and max(a for a, _, _ in schedule) <= 4 else 3
     for start in range(0, len(schedule), together):
         block = schedule[start : start + together]
-        gram = x @ x.mT
+        gram = _symmetric_product(x, x.mT)
         product: Tensor | None = None
         for t, (a, b, c) in enumerate(block):
-            factor = addmm(gram, gram, gram, beta=b, alpha=c)
+            factor = _symmetric_product(gram, gram, gram, beta=b, alpha=c)
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
-            product = factor if product is None else product @ factor
+            product = factor if product is None else _symmetric_product(product, factor)
             if t + 1 < len(block):
-                gram = factor @ (gram @ factor)
+                gram = _symmetric_product(factor, _symmetric_product(gram, factor))
         assert product is not None
         x = product @ x
     return x
@@ -261,7 +299,7 @@ def _gram_pays(x: Tensor) -> bool:
     """
     rows, cols = x.shape[-2:]
     wide = rows >= 32 and 2 * cols >= 5 * rows
-    return wide and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return wide and x.is_cpu and x.dtype in _BLAS
 
 
 def polar_svd(matrix: Tensor, rtol: float | None = None) -> Tensor:
@@ -358,6 +396,7 @@ class Orthogonalizer:
         return newton_schulz(matrix, self.steps, self.coefficients or QUINTIC, self.eps, dtype)
 
 
+_BLAS = (torch.float32, torch.float64)  # of fast products on every CPU
 _METHODS = ("newton_schulz", "polar_express", "svd", "none")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
