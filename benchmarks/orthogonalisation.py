@@ -17,13 +17,8 @@ from pathlib import Path
 
 import torch
 
-from fedmuon_pl.optim.orthogonalize import (
-    POLAR_EXPRESS,
-    QUINTIC,
-    _iterate,
-    _iterate_gram,
-    polar_svd,
-)
+from fedmuon_pl.optim.orthogonalize import _iterate, _iterate_gram, polar_svd
+from fedmuon_pl.optim.polynomials import POLAR_EXPRESS, QUINTIC
 
 CONDITIONS = (1, 1e1, 1e2, 1e4, 1e6, 1e8)
 SHAPES = {"wide": (120, 400), "tall": (400, 120), "square": (120, 120)}

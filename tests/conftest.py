@@ -69,3 +69,26 @@ def finished(tmp_path_factory):
         return runs[algorithm]
 
     return run
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder with the configurations of a small project and the fake command."""
+    from fake_runs import FAKE, METHODS, find_here
+
+    from fedmuon_pl.compare import plan
+
+    for name in ("base", "experiment/toy", "experiment/other", "plan/unused"):
+        path = tmp_path / "configs" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("trainer: {max_epochs: 4}\n" if name.startswith("experiment") else "{}\n")
+    for name in METHODS:
+        path = tmp_path / "configs" / "algorithm" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"model:\n  algorithm:\n    class_path: {name}\n")
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "LAUNCHER", (sys.executable, str(script), "fit"))
+    monkeypatch.setattr(plan, "_find_config", find_here)
+    return tmp_path

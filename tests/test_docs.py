@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_compare import write_run
+from fake_runs import write_run
 
 from fedmuon_pl.cli import main
 

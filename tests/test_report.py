@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from fake_runs import METHODS, synthetic, write_run
 from matplotlib.figure import Figure
-from test_compare import METHODS, synthetic, write_run
 
 from fedmuon_pl.compare import compare_runs, read_runs, report_data, write_report
 from fedmuon_pl.compare.figures import draw_finals

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_compare import LR, PROJECT, here, make_plan, write_run  # noqa: F401
+from fake_runs import LR, PROJECT, make_plan, write_run
 
 from fedmuon_pl.compare import compare_runs, read_runs, slurm
 from fedmuon_pl.compare.compare_command import compare_main
@@ -31,7 +31,7 @@ def searched(**changes: object) -> Plan:
 # -- Optuna -----------------------------------------------------------------------------------
 
 
-def test_a_search_gives_every_method_the_same_trials_and_goes_on(here: Path) -> None:  # noqa: F811
+def test_a_search_gives_every_method_the_same_trials_and_goes_on(here: Path) -> None:
     pytest.importorskip("optuna")
     plan = searched()
     batches: list[int] = []
@@ -58,7 +58,7 @@ def test_a_search_gives_every_method_the_same_trials_and_goes_on(here: Path) -> 
     assert not {outcome.run.name for outcome in other} & names
 
 
-def test_a_failed_point_is_known_as_such(here: Path) -> None:  # noqa: F811
+def test_a_failed_point_is_known_as_such(here: Path) -> None:
     pytest.importorskip("optuna")
     plan = searched()
     (entry, _) = plan.entries
@@ -70,7 +70,7 @@ def test_a_failed_point_is_known_as_such(here: Path) -> None:  # noqa: F811
     assert len({point[LR] for point in points}) == 2
 
 
-def test_a_search_by_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_a_search_by_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna")
     content = {
         **{"experiments": ["toy"], "seeds": [0], "search": {"trials": 2, "sampler": "random"}},
@@ -87,7 +87,7 @@ def test_a_search_by_the_command(here: Path, capsys: pytest.CaptureFixture[str])
     assert "is a search, whose runs are not known" in capsys.readouterr().err
 
 
-def test_a_search_without_optuna_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_search_without_optuna_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(PlanError, match=r"needs Optuna: pip install 'fedmuon_pl\[optuna\]'"):
         execute_search(searched(), "runs", poll=0.02)
@@ -96,7 +96,7 @@ def test_a_search_without_optuna_says_so(here: Path, monkeypatch: pytest.MonkeyP
 # -- some runs, and a cluster -----------------------------------------------------------------
 
 
-def test_only_some_runs_of_a_plan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_only_some_runs_of_a_plan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan(seeds=[0, 1])
     (outcome,) = execute(plan, "runs", only=["toy/fedavg-s1"], poll=0.02)
     assert (outcome.run.seed, outcome.status) == (1, "done")
@@ -109,7 +109,7 @@ def test_only_some_runs_of_a_plan(here: Path, capsys: pytest.CaptureFixture[str]
     assert "seeds" not in output  # no table of what is not all there
 
 
-def test_an_array_says_what_a_cluster_needs(here: Path) -> None:  # noqa: F811
+def test_an_array_says_what_a_cluster_needs(here: Path) -> None:
     plan = make_plan(
         seeds=[0, 1, 2], jobs=2, threads=4, slurm={"time": "01:00:00", "requeue": True}
     )
@@ -231,7 +231,7 @@ def test_a_choice_by_loss_takes_the_smallest() -> None:
 
 
 def test_what_did_not_finish_is_in_the_tables(
-    here: Path,  # noqa: F811
+    here: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = (

@@ -46,7 +46,6 @@ LONGER = {
     "data/partition.py": 500,  # a class for each way to partition, with its checks
     "server/callback.py": 400,  # one callback
     "compare/execute.py": 400,  # one loop and the processes it watches
-    "optim/orthogonalize.py": 400,  # three methods with their derivations
 }
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fake_runs import synthetic
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
-from test_compare import synthetic
 
 from fedmuon_pl.cli import main
 from fedmuon_pl.compare import compare_runs, read_runs
