@@ -7,10 +7,26 @@ from typing import Any, NoReturn
 from jsonargparse import ActionConfigFile
 from pytorch_lightning.cli import LightningArgumentParser
 
+from . import models
 from .algorithms.base import Algorithm
 from .configuration import find_config
+from .data.datamodule import FederatedDataModule
+from .data.feature_skew import FeatureSkew
+from .data.partition import Partitioner
+from .schedules import Schedule
+from .tasks import Task
 
 __all__ = ["ConfigName", "Parser", "root_cause"]
+
+# By the argument that takes it: of which class the named one should be.
+_KINDS: dict[str, type] = {
+    "algorithm": Algorithm,
+    "data": FederatedDataModule,
+    "feature_skew": FeatureSkew,
+    "lr_schedule": Schedule,
+    "partition": Partitioner,
+    "task": Task,
+}
 
 
 class ConfigName(ActionConfigFile):
@@ -37,10 +53,7 @@ class Parser(LightningArgumentParser):
         unknown = re.search(r"unrecognized arguments: (--[\w.+]+)", text)
         if unknown:
             text = f"there is no option {unknown[1]}{self._near(unknown[1])}"
-        named = re.search(r"algorithm: .*dot import path string: (\S+)", text)
-        if named:
-            known = sorted(c.__name__ for c in _subclasses(Algorithm))
-            text = f"model.algorithm={named[1]} is no algorithm; there are {', '.join(known)}"
+        text = _named(text) or text
         self.exit(2, f"fedmuon: {text} (see fedmuon COMMAND --help)\n")
 
     def _near(self, option: str) -> str:
@@ -48,6 +61,26 @@ class Parser(LightningArgumentParser):
         options = {o for p in parsers for a in p._actions for o in a.option_strings}
         close = difflib.get_close_matches(option, sorted(options), 1)
         return f"; did you mean {close[0]}?" if close else ""
+
+
+def _named(text: str) -> str | None:
+    """Of a class that there is not: which there are; of an argument that a class has not: that."""
+    refused = re.search(r"class_path '(\S+)': Option '(\w+)' is not accepted", text)
+    if refused:
+        return f"{refused[1].rpartition('.')[2]} has no argument {refused[2]}"
+    wrong = re.search(r"dot import path string: (\S+)", text)
+    if wrong is None:
+        return None
+    keys = re.findall(r'^([\w.]+):|Parser key "([\w.]+)":', text[: wrong.start()])
+    key = next(k for k in keys[-1] if k) if keys else ""
+    kind = key.rpartition(".")[2]
+    if kind == "network":
+        names = list(models.__all__)
+    elif kind in _KINDS:
+        names = [c.__name__ for c in _subclasses(_KINDS[kind]) if c.__name__[0] != "_"]
+    else:
+        return None
+    return f"{key}={wrong[1]} is none of {', '.join(sorted(set(names)))}"
 
 
 def _parsers(action: Any) -> list[Any]:  # noqa: ANN401

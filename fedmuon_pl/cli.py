@@ -1,5 +1,6 @@
 """The command ``fedmuon``: Lightning's ``fit``, ``validate`` and ``test``, and our own commands."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -26,6 +27,8 @@ up in ./configs and then among those of the package; later ones win, and flags w
 --trainer.devices auto shares a round's clients over processes, as many as there are cores; on
 several nodes: --trainer.num_nodes 2, by torchrun, by srun, or with MASTER_ADDR, MASTER_PORT and
 NODE_RANK set. The number of processes changes no result, at equal --threads.
+
+An error gets one sentence; with FEDMUON_DEBUG=1 in the environment, training shows where it began.
 """
 
 
@@ -47,6 +50,9 @@ def main(args: list[str] | None = None) -> int:
 
         print(__version__)
         return 0
+    # Classes of the working folder can be named, as with `python -m fedmuon_pl` (and `python -P`).
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
     command, rest = args[0], args[1:]
     run: Callable[[list[str]], int]
     # Each command is imported when it is asked for: only training needs Lightning.

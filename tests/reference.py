@@ -11,8 +11,8 @@ Conventions that hold for every method
   x^{r+1}).
 * A learning rate is a number or a function of the round, constant inside the round.
 * A client's gradient is that of its batch loss. A method's correction is added to it first, the sum
-  is clipped (if asked), then the optimiser adds its own coupled weight decay: the order of DESIGN
-  section 3.
+  is clipped (if asked), then the optimiser adds its own coupled weight decay: the order of
+  docs/design.md, "A round".
 * w_i = 1/S over the round's cohort, or n_i / sum of n_j over the cohort when sample counts are
   given.
 * K_i, the number of local steps, is the length of the client's list of batches and may differ
@@ -635,7 +635,7 @@ def fedmuon(
     matrix: Callable[[str, Tensor], bool] = is_matrix,
     weights: dict[int, int] | None = None,
 ) -> Trace:
-    """FedMuon, Liu et al., arXiv 2510.27403, as DESIGN section 4 states it.
+    """FedMuon, Liu et al., arXiv 2510.27403, Algorithm 2.
 
     Matrices, K_i times from M_i = M_bar (0 without ``average_momentum``):
         M_i <- beta M_i + g;  O = scale * orthogonalize(M_i)

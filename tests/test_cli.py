@@ -45,10 +45,32 @@ BAD = {
         ["--model.local_stepz=3"],
         "no option --model.local_stepz; did you mean --model.local_steps?",
     ),
-    "misspelt argument": (["--model.algorithm.init_args.lrr=3"], "Option 'lrr' is not accepted"),
+    "misspelt argument": (["--model.algorithm.init_args.lrr=3"], "FedAvg has no argument lrr"),
     "unknown algorithm": (
         ["--model.algorithm=FedFoo"],
-        "FedFoo is no algorithm; there are FedACG, FedAdagrad, FedAdam, FedAdamW, FedAvg, ",
+        "model.algorithm=FedFoo is none of FedACG, FedAdagrad, FedAdam, FedAdamW, FedAvg, ",
+    ),
+    "unknown data": (["--data=CIFAR"], "data=CIFAR is none of CIFAR10, CIFAR100, EMNIST, "),
+    "unknown partition": (
+        ["--data.init_args.partition=Dirichlet"],
+        "partition=Dirichlet is none of ClassesPerClient, DirichletByClass, DirichletByClient, ",
+    ),
+    "unknown schedule": (
+        ["--model.lr_schedule=Cos"],
+        "lr_schedule=Cos is none of Constant, Cosine",
+    ),
+    "unknown network": (
+        ["--model.task.init_args.network=LeNet9"],
+        "network=LeNet9 is none of DeiTTiny6, LeNet, LoRA, MLP, ",
+    ),
+    "unknown task": (["--model.task=Classify"], "task=Classify is none of Classification, "),
+    "not of digits": (
+        ["--data.init_args.feature_skew=Rotation"],
+        "SklearnDigits has no argument feature_skew",
+    ),
+    "momentum form": (
+        ["-c", "algorithm/mime", "--model.algorithm.init_args.momentum_form=EMA"],
+        "momentum_form",
     ),
     "unknown configuration": (["-c", "algorithm/fedfoo"], "'algorithm/fedfoo'; there are"),
     "no checkpoint to resume": (["--ckpt_path=last"], "there is no checkpoint runs"),
@@ -77,7 +99,7 @@ BAD = {
     ),
     "server momentum": (
         ["-c", "algorithm/fedavgm", "--model.algorithm.init_args.server_momentum=-1"],
-        "FedAvgM: .*momentum",
+        "server_momentum=-1.0: must be in",
     ),
     "momentum": (
         ["-c", "algorithm/fedmuon", "--model.algorithm.init_args.beta=1.5"],

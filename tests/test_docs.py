@@ -51,7 +51,9 @@ def test_the_methods_steps_have_length_lr() -> None:
     (method,) = re.findall(r"```python\n(.*?)```", (DOCS / "add-your-method.md").read_text(), re.S)
     names: dict = {}
     exec(method, names)
-    gradients = [torch.randn(3, 4, 2), torch.randn(3, 5), torch.zeros(3)]
+    kernels = torch.randn(3, 4, 2, 5, 5).to(memory_format=torch.channels_last_3d)
+    gradients = [torch.randn(3, 4, 2), torch.randn(3, 5), torch.zeros(3), kernels]
+    assert not kernels.is_contiguous()
     before = [g.clone() for g in gradients]
     names["Normalise"]().correct(None, gradients)
     for client in range(3):

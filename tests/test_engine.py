@@ -1,4 +1,4 @@
-"""What must always be true of the engine, whatever the method (DESIGN, section 5)."""
+"""What must always be true of the engine, whatever the method (docs/design.md)."""
 
 import gc
 from copy import deepcopy

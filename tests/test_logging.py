@@ -58,7 +58,7 @@ from fedmuon_pl.server.callback import FederatedServer
 from fedmuon_pl.server.roundlog import MetricsFile, RoundLog, prune_events
 from fedmuon_pl.server.totals import RoundTotals
 
-# DESIGN.md, section 7.
+# docs/design.md, "Tags".
 EVALUATED = {
     *("val/acc", "val/loss", "test/acc", "test/loss"),
     *("client/acc_mean", "client/acc_worst10"),

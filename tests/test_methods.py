@@ -86,6 +86,11 @@ METHODS = {
         reference.fedavgm,
         {"lr": 0.3, "server_lr": 0.5, "beta": 0.8},
     ),
+    "fedavgm-nesterov": (
+        partial(FedAvgM, 0.3, server_lr=0.5, server_momentum=0.8, server_nesterov=True),
+        reference.fedavgm,
+        {"lr": 0.3, "server_lr": 0.5, "beta": 0.8, "server_nesterov": True},
+    ),
     "fedadam": (
         partial(FedAdam, 0.3, server_lr=0.03),
         reference.fedadam,

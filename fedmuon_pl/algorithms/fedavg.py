@@ -12,8 +12,10 @@ class FedAvg(Algorithm):
     """Federated averaging (McMahan et al., arXiv 1602.05629, Algorithm 1).
 
     Every client of the cohort makes its local steps from x^r with a fresh optimiser, and
-    ``x^{r+1} = x^r + sum_i w_i (x_i^{K_i} - x^r)``. With another optimiser it is Local Adam, Local
-    AdamW and so on; with SGD with momentum as server rule it is FedAvgM.
+    ``x^{r+1} = x^r + sum_i w_i (x_i^{K_i} - x^r)``. The weights w_i are equal by
+    default; the paper's are the clients' shares of the samples, ``server.weighting=samples``. With
+    another optimiser it is Local Adam, Local AdamW and so on; with SGD with momentum as server rule
+    it is FedAvgM.
 
     Args:
         lr: Local learning rate eta.

@@ -11,9 +11,10 @@ __all__ = ["FedLADA"]
 
 
 class FedLADA(Algorithm):
-    """FedLADA (Sun et al., arXiv 2308.00522, section 3, its third algorithm).
+    """FedLADA (Sun et al., arXiv 2308.00522), as fedbrew reads it (github.com/DadrasAli/fedbrew).
 
-    A client starts from ``m = 0`` and ``v = u = vbar``; a local step is::
+    The paper itself was not at hand. A client starts from ``m = 0`` and ``v = u = vbar``; a
+    local step is::
 
         m <- beta1 m + (1 - beta1) g
         v <- beta2 v + (1 - beta2) g^2
@@ -21,8 +22,7 @@ class FedLADA(Algorithm):
         x <- x - eta (alpha m / sqrt(u) + (1 - alpha) g_a)
 
     and at the round's end ``g_a = -sum_i w_i (x_i - x^r) / (K_i eta)``, 0 at first, and
-    ``vbar = sum_i w_i u_i``, eps^2 at first. No bias correction. So also fedbrew
-    (github.com/DadrasAli/fedbrew); the code released with FedAdamW
+    ``vbar = sum_i w_i u_i``, eps^2 at first. No bias correction. The code released with FedAdamW
     (github.com/junkangLiu0/FedAdamW) has Adam in the place of AMSGrad, its gamma is 1 - alpha, and
     it decays weights by L2.
 

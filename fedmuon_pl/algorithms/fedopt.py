@@ -15,13 +15,20 @@ __all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi"]
 class FedAvgM(Algorithm):
     """FedAvgM (Hsu et al., arXiv 1909.06335): heavy-ball momentum on the server.
 
-    With Delta the mean displacement: ``v <- server_momentum v + Delta``, ``x <- x + server_lr v``.
+    With Delta the mean displacement: ``v <- server_momentum v + Delta``, ``x <- x + server_lr v``,
+    or ``x <- x + server_lr (Delta + server_momentum v)`` with Nesterov's momentum, which the
+    paper's experiments have. The paper weights clients by their samples:
+    ``server.weighting=samples``.
 
     Args:
         lr: Local learning rate.
         server_lr: Server learning rate.
-        server_momentum: Server momentum beta; 0 is FedAvg.
+        server_momentum: Server momentum beta in [0, 1); 0 is FedAvg.
+        server_nesterov: Whether it is Nesterov's.
         optimizer: The clients' optimiser.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(
@@ -29,10 +36,17 @@ class FedAvgM(Algorithm):
         lr: float,
         server_lr: float = 1.0,
         server_momentum: float = 0.9,
+        server_nesterov: bool = False,
         optimizer: OptimizerFactory = torch.optim.SGD,
     ) -> None:
-        positive("server_lr", server_lr)
-        rule = partial(torch.optim.SGD, lr=server_lr, momentum=server_momentum)
+        if not 0 <= server_momentum < 1:
+            raise ValueError(f"server_momentum={server_momentum}: must be in [0, 1)")
+        rule = partial(
+            torch.optim.SGD,
+            lr=positive("server_lr", server_lr),
+            momentum=server_momentum,
+            nesterov=server_nesterov,
+        )
         super().__init__(TorchRule(lr, optimizer), server=rule)
 
 

@@ -165,7 +165,7 @@ class MuonRule(LocalRule):
             lr=lr,
             momentum=beta,
             nesterov=nesterov,
-            ema=momentum_form == "ema",
+            ema=is_ema(momentum_form),
             weight_decay=weight_decay,
             scale=scale,
             orthogonalizer=orthogonalizer,
@@ -250,6 +250,17 @@ def _split(
     shapes = {n: x.shape for n, x in zip(setting.names, setting.x, strict=True)}
     matrices, rest = split_parameters(shapes, rest_patterns, matrix_patterns)
     return [setting.names.index(n) for n in matrices], [setting.names.index(n) for n in rest]
+
+
+def is_ema(momentum_form: str) -> bool:
+    """Whether momentum is an exponential moving average, (1 - beta) g + beta m, or g + beta m.
+
+    Raises:
+        ValueError: If it is neither ``"ema"`` nor ``"classic"``.
+    """
+    if momentum_form not in ("ema", "classic"):
+        raise ValueError(f"momentum_form={momentum_form!r}: use 'ema' or 'classic'")
+    return momentum_form == "ema"
 
 
 def positive(name: str, value: float) -> float:

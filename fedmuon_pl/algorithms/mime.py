@@ -7,7 +7,7 @@ import torch
 
 from ..clients import Tensors
 from .base import Algorithm, LocalRun, Mechanism, ServerRule, Setting, Upload
-from .local import TorchRule, not_negative
+from .local import TorchRule, is_ema, not_negative
 
 __all__ = ["Mime", "MimeLite"]
 
@@ -112,7 +112,7 @@ class Mime(Algorithm):
     ) -> None:
         decay = not_negative("weight_decay", weight_decay)
         rule = TorchRule(lr, partial(torch.optim.SGD, weight_decay=decay))
-        momentum = GlobalMomentum(beta, momentum_form == "ema", decay, self._correct_gradients)
+        momentum = GlobalMomentum(beta, is_ema(momentum_form), decay, self._correct_gradients)
         super().__init__(rule, [momentum], server)
 
 

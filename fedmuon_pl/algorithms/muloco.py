@@ -124,6 +124,8 @@ class MuLoCo(Algorithm):
         server_nesterov: bool = True,
         keep_state: bool = True,
     ) -> None:
+        if not 0 <= server_momentum < 1:
+            raise ValueError(f"server_momentum={server_momentum}: must be in [0, 1)")
         rule = MuonRule(
             lr=lr,
             rest_lr=lr if rest_lr is None else rest_lr,

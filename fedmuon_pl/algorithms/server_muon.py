@@ -12,7 +12,7 @@ from ..optim.muon import Muon, Scale
 from ..optim.orthogonalize import Orthogonalizer
 from .base import Algorithm
 from .fedmuon import DType, Method
-from .local import OptimizerFactory, TorchRule, positive
+from .local import OptimizerFactory, TorchRule, is_ema, positive
 
 __all__ = ["ServerMuon"]
 
@@ -63,6 +63,7 @@ class ServerMuon(Algorithm):
         optimizer: OptimizerFactory = torch.optim.SGD,
     ) -> None:
         positive("server_lr", server_lr)
+        ema = is_ema(momentum_form)
         orthogonal = Orthogonalizer(
             orthogonalizer, steps=ns_steps, coefficients=ns_coefficients, dtype=ns_dtype
         )
@@ -79,7 +80,7 @@ class ServerMuon(Algorithm):
                     lr=server_lr,
                     momentum=beta,
                     nesterov=nesterov,
-                    ema=momentum_form == "ema",
+                    ema=ema,
                     weight_decay=weight_decay,
                     scale=scale,
                     orthogonalizer=orthogonal,

@@ -1,6 +1,5 @@
 """Heat maps of grids with two settings: how sensitive a method is, at a glance."""
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from .console import CommandParser, guarded, parsed
 from .names import higher_is_better
 from .render import seeds_text
 from .runs import RunData, read_runs
@@ -151,7 +151,7 @@ def heatmap_main(args: list[str]) -> int:
     Returns:
         The exit status: 0, or 2 after one sentence on the standard error.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fedmuon heatmap",
         description="Heat maps of sweeps over two settings, one for each algorithm of the plan. "
         "Example: fedmuon heatmap runs/sensitivity/mnist5k -o docs/sensitivity",
@@ -159,8 +159,11 @@ def heatmap_main(args: list[str]) -> int:
     parser.add_argument("runs", nargs="+", help="folders of runs, searched for grid points")
     parser.add_argument("-o", "--output", required=True, help="path of the pictures, no suffix")
     parser.add_argument("--metric", default="val/acc", help="a tag (default: val/acc)")
-    options = parser.parse_args(args)
-    try:
+    options = parsed(parser, args)
+    if isinstance(options, int):
+        return options
+
+    def work() -> int:
         data, problems = read_runs(options.runs)
         for problem in problems:
             print(f"left out {problem}", file=sys.stderr)
@@ -168,7 +171,6 @@ def heatmap_main(args: list[str]) -> int:
             raise ConfigError(f"there is no finished run in {', '.join(options.runs)}")
         for path in draw_heat_maps(data, options.output, metric=options.metric):
             print(path)
-    except ConfigError as e:
-        print(f"fedmuon: {e}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return guarded("heatmap", work)

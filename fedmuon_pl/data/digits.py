@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import importlib.util
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import ConfigError
 from .arrays import SPLIT_SEED, Arrays, split
 from .datamodule import FederatedDataModule, Splits
 from .files import cached
@@ -92,6 +94,13 @@ def digits() -> Arrays:
     return Arrays(data.images.astype(np.uint8)[:, None], data.target.astype(np.int64), 10)
 
 
+def _or_sentence(read: Callable[[], Arrays]) -> Arrays:
+    try:
+        return read()
+    except (ModuleNotFoundError, FileNotFoundError, ValueError) as e:
+        raise ConfigError(f"data: {e}") from None
+
+
 def _splits(arrays: Arrays, offset: float, scale: float) -> Splits:
     """60 % train, 20 % validation, 20 % test, stratified; inputs ``(x - offset) / scale``."""
     inputs = torch.from_numpy(arrays.inputs.astype(np.float32)).sub_(offset).div_(scale)
@@ -111,7 +120,7 @@ class MNIST5k(FederatedDataModule):
 
     def load(self) -> Splits:
         """See the class."""
-        return _splits(mnist5k(), 0.1307 * 255, 0.3081 * 255)
+        return _splits(_or_sentence(mnist5k), 0.1307 * 255, 0.3081 * 255)
 
 
 class SklearnDigits(FederatedDataModule):
@@ -123,4 +132,4 @@ class SklearnDigits(FederatedDataModule):
 
     def load(self) -> Splits:
         """See the class."""
-        return _splits(digits(), 4.884, 6.017)
+        return _splits(_or_sentence(digits), 4.884, 6.017)

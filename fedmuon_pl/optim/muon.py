@@ -25,8 +25,9 @@ _CPU_BATCH_ELEMENTS = 2**15
 def step_scale(rows: int, cols: int, scale: Scale) -> float:
     """Factor of an orthogonalised update of shape ``(rows, cols)``.
 
-    ``none`` is 1. ``spectral`` is sqrt(max(1, rows / cols)) (Jordan et al., Muon, 2024): a step
-    changes outputs of unit RMS by at most the learning rate. ``rms`` is 0.2 sqrt(max(rows, cols))
+    ``none`` is 1. ``spectral`` is sqrt(max(1, rows / cols)) (Jordan et al., Muon, 2024): where
+    rows >= cols, a step changes the outputs for inputs of unit RMS by an RMS of at most the
+    learning rate. ``rms`` is 0.2 sqrt(max(rows, cols))
     (J. Liu et al., arXiv 2502.16982): an update of full rank then has an RMS of 0.2,
     like AdamW's, so that AdamW's learning rate and weight decay carry over. ``operator`` is
     sqrt(rows / cols), ``spectral`` without its floor of 1: the update of every matrix has operator
@@ -69,7 +70,7 @@ class Muon(GroupOptimizer):
     Args:
         params: Parameters or parameter groups; lr, momentum, nesterov, ema, weight_decay and scale
             may differ between groups.
-        lr: Learning rate; with ``scale="spectral"``, spectral norm per step.
+        lr: Learning rate; with ``scale="none"`` the spectral norm of a step.
         momentum: β in [0, 1).
         nesterov: Whether to look ahead.
         ema: Whether M is an exponential moving average (as the released code has it) or a decaying

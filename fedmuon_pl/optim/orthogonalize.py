@@ -133,7 +133,7 @@ def _symmetric_product(
     """``left @ right``, or ``alpha left @ right + beta plus``, where it is known to be symmetric.
 
     From 512 rows on only its blocks on and above the diagonal are computed, on a CPU, where an
-    orthogonalisation then took 0.83 (512 x 4608) to 0.94 (512 x 512) of the time; of 256 rows the
+    orthogonalisation then took 0.85 (512 x 4608) to 0.9 (512 x 512) of the time; of 256 rows the
     copies took what the products saved.
     """
     rows, addmm = left.shape[-2], torch.addmm if left.ndim == 2 else torch.baddbmm

@@ -1,4 +1,4 @@
-"""The polynomials of the iterations that orthogonalise, and how those of Polar Express are found."""
+"""The polynomials that orthogonalise, and how those of Polar Express are found."""
 
 import math
 
