@@ -9,6 +9,7 @@ RUNS ?= runs
 DATA ?= data
 PLAN ?= quickstart
 # Optional: ROUNDS=5 shortens every run of a target; SEEDS="0 1" chooses the seeds of quickstart.
+on = $(filter-out 0 no false,$(1))
 ROUNDS_OF = $(if $(ROUNDS),--rounds $(ROUNDS))
 SWEEP = --root $(RUNS) $(ROUNDS_OF)
 SEEDS ?= 0
@@ -23,6 +24,10 @@ help: ## Show this help
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-models: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[models]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -61,12 +66,15 @@ sensitivity: $(VENV)/.installed ## How FedMuon depends on alpha, beta, rate and 
 	$(BIN)/fedmuon sweep sensitivity --root $(RUNS)/sensitivity $(ROUNDS_OF)
 	$(BIN)/fedmuon heatmap $(RUNS)/sensitivity/mnist5k -o docs/sensitivity
 
+# The Transformers are timm's.
+reproduce-cifar100-vit-tiny reproduce-tiny-imagenet-vit-tiny reproduce-tiny-imagenet-swin: $(VENV)/.installed-models
+
 # make reproduce-cifar100-resnet18 DIR=0.1 SEEDS="0 1" ROUNDS=50 GPUS=2 SMOKE=1 PARITY=1
 reproduce-%: $(VENV)/.installed ## A published table, ours beside theirs: cifar100-resnet18, lmo, mini, ...
 	$(BIN)/fedmuon reproduce $* --root $(RUNS)/reproduce --data $(DATA) \
-	  $(if $(DIR),--case dir$(DIR)) $(if $(filter-out file,$(origin SEEDS)),--seed $(SEEDS)) \
+	  $(if $(DIR),--case $(addprefix dir,$(DIR))) $(if $(filter-out file,$(origin SEEDS)),--seed $(SEEDS)) \
 	  $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(GPUS),--jobs $(GPUS)) \
-	  $(if $(SMOKE),--smoke) $(if $(PARITY),--parity) $(if $(OUT),-o $(OUT))
+	  $(if $(call on,$(SMOKE)),--smoke) $(if $(call on,$(PARITY)),--parity) $(if $(OUT),-o $(OUT))
 
 bench: $(VENV)/.installed ## Measure the table of ratios of benchmarks/RESULTS.md: make bench ONLY=population REPEAT=3
 	$(BIN)/python benchmarks/run_all.py $(if $(ONLY),--only '$(ONLY)') $(if $(REPEAT),--repeat $(REPEAT))

@@ -25,23 +25,17 @@ from pytorch_lightning import LightningDataModule, Trainer
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 
 from .errors import ConfigError, FedMuonError, ProcessLost
+from .hardware import cores
 
 if TYPE_CHECKING:
     from .parallel import ClientParallel
 
-__all__ = ["ForkLauncher", "cores"]
+__all__ = ["ForkLauncher"]
 
 _GRACE = 60.0
 """Seconds that the first process gets to notice by itself that another one is gone."""
 
 _LOST = re.compile(r"(?i)gloo|nccl|connection (closed|reset|refused)|timed out waiting|broken pipe")
-
-
-def cores() -> int:
-    """The CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class ForkLauncher(_Launcher):

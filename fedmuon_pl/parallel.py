@@ -22,7 +22,8 @@ from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from .launch import ForkLauncher, cores
+from .hardware import cores
+from .launch import ForkLauncher
 
 __all__ = ["ClientParallel", "processes_of_launcher", "processes_threads"]
 

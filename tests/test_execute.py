@@ -17,6 +17,7 @@ from fedmuon_pl.compare import plan
 from fedmuon_pl.compare.execute import execute
 from fedmuon_pl.compare.inspection import inspect
 from fedmuon_pl.compare.sweep_command import sweep_main
+from fedmuon_pl.hardware import gpus
 
 
 def test_runs_are_done_once_and_then_skipped(here: Path) -> None:
@@ -321,6 +322,21 @@ def test_runs_side_by_side_have_a_gpu_each(
     logs = [run.log.read_text() for run in toy.runs("runs")]
     lines = {line.strip() for log in logs for line in log.splitlines() if line.startswith("gpu")}
     assert lines == wanted
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="they are seen there")
+def test_gpus_are_found_where_only_the_tool_of_the_driver_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus() == []
+    tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
+    tool.chmod(0o755)
+    assert gpus() == ["0", "1"]
+    tool.write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
+    assert gpus() == []
 
 
 def test_an_error_of_the_viewer_leaves_no_child(here: Path) -> None:

@@ -28,7 +28,7 @@ from fedmuon_pl import FedAvg
 from fedmuon_pl.cli import main
 from fedmuon_pl.data.batches import Batches
 from fedmuon_pl.data.sampling import local_batches, local_work
-from fedmuon_pl.launch import cores
+from fedmuon_pl.hardware import cores
 from fedmuon_pl.parallel import ClientParallel, processes_threads
 from fedmuon_pl.server.reduce import shares
 

@@ -81,7 +81,7 @@ def test_what_a_reproduction_must_not_say(tmp_path, key, value, sentence):
         load_reproduction(path).check()
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in ("lmo", "mini")])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "lmo"])
 def test_baselines_decay_as_much_as_the_papers(name):
     """FedAvg's 0.001 for every client that makes SGD steps, 0.01 for AdamW and Muon."""
     reproduction = load_reproduction(name)
@@ -99,7 +99,7 @@ def written_run(folder, method, seed, rate, acc):
         method=method,
         seed=seed,
         config={"model.algorithm.init_args.lr": rate},
-        metrics=pd.DataFrame({"round": [0, 1], "test/acc": [0.1, acc]}),
+        metrics=pd.DataFrame({"round": [0, 1], "val/acc": [0.9, 0.8], "test/acc": [0.1, acc]}),
         done=True,
     )
 
@@ -110,25 +110,47 @@ def test_a_table_says_what_failed_and_what_differs(tmp_path):
     runs = [
         written_run(tmp_path, "fedavg_momentum", 0, 0.1, 0.87),
         written_run(tmp_path, "fedavg_momentum", 1, 0.1, 0.89),
-        written_run(tmp_path, "scaffold", 0, 0.01, 0.8),
+        written_run(tmp_path, "fedmuon_lmo", 0, 0.01, 0.8),
+        written_run(tmp_path, "scaffold", 0, 0.01, 0.82),
     ]
     nan = "round 3, client 1: the training loss became nan"
-    failed = {"scaffold": {1: nan}, "fedavg_adam": {0: nan, 1: nan}}
+    failed = {"fedmuon_lmo": {1: nan}, "fedavg_adam": {0: nan, 1: nan}}
     grid, notes = beside(reproduction, case, runs, failed)
     rows = {row[0]: list(row[1:]) for row in grid.rows}
-    assert grid.heads == ["method", "lr", "seeds", "ours", "published", "difference"]
-    assert rows["FedAvg (momentum)"] == ["0.1", "2", "88.00 ± 1.41", "86.00 ± 1.00", "+2.00"]
+    heads = ["method", "lr", "seeds", "ours", "chosen round", "published", "difference"]
+    assert grid.heads == heads
+    # Validation would have chosen the first round.
+    momentum = ["0.1", "2", "88.00 ± 1.41", "10.00 ± 0.00", "86.00 ± 1.00", "+2.00"]
+    assert rows["FedAvg (momentum)"] == momentum
     # The survivor alone is no mean to compare, and a method that always fails keeps its row.
-    assert rows["SCAFFOLD"] == ["0.01", "1 of 2", "80.00", "86.00 ± 1.00", "-"]
-    assert rows["FedAvg (Adam)"] == ["-", "0 of 2", "-", "-", "-"]
-    assert f"SCAFFOLD, seed 1, did not finish: {nan}" in notes
+    assert rows["FedMuon-LMO"] == ["0.01", "1 of 2", "80.00", "10.00", "89.50 ± 0.50", "-"]
+    assert rows["FedAvg (Adam)"] == ["-", "0 of 2", "-", "-", "-", "-"]
+    # The published number is of another variant.
+    assert rows["SCAFFOLD"] == ["0.01", "1", "82.00", "10.00", "86.00 ± 1.00", "-"]
+    assert f"FedMuon-LMO, seed 1, did not finish: {nan}" in notes
     assert sum("FedAvg (Adam), seed" in note for note in notes) == 2
     assert any(note.startswith("SCAFFOLD: ours takes plain SGD steps") for note in notes)
+    # Shorter runs are not compared.
+    grid, _ = beside(reproduction, case, runs, failed, "Shorter.")
+    assert grid.heads == heads[:-1]
+    assert grid.caption.startswith("Shorter. Test accuracy")
     # Numbers of another task are shown, and never subtracted.
     mini = load_reproduction("mini")
     grid, _ = beside(mini, mini.cases[0], [written_run(tmp_path, "fedavg", 0, 0.1, 0.8)])
     assert grid.heads[-1] == "published"
-    assert {len(row) for row in grid.rows} == {5}
+    assert {len(row) for row in grid.rows} == {6}
+
+
+def test_what_is_not_in_the_published_table_and_not_tuned_is_said(tmp_path):
+    reproduction = load_reproduction("cifar100-resnet18")
+    runs = [written_run(tmp_path, name, 0, 0.1, 0.5) for name in ("fedavg", "feddyn", "fedcm")]
+    _, notes = beside(reproduction, reproduction.cases[0], runs)
+    assert "not in the published table, and at one rate, not tuned: FedCM, FedDyn" in notes
+    assert not [n for n in beside(load_reproduction("lmo"), case_of("lmo"), [])[1] if "tuned:" in n]
+
+
+def case_of(name):
+    return load_reproduction(name).cases[0]
 
 
 def test_rounds_are_put_so_that_the_last_is_evaluated():
@@ -155,21 +177,21 @@ def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch, forked):
         r"61,706 weights and \d+ settings of the full runs are as they should be", shown
     )
     assert re.search(r"4 runs: about .* and at most 0\.\d GB of disk in r/lmo-smoke", shown)
-    page = (tmp_path / "out" / "lmo.md").read_text()
-    assert "these numbers say nothing" in page
-    row = re.search(
-        r"\| FedAvg \(momentum\) +\| +0.1 \| +1 \| +(\S+) \| 86.00 ± 1.00 \| +(\S+) \|", page
-    )
-    assert row, page
-    assert float(row[2]) == pytest.approx(float(row[1]) - 86.0)
+    page = (tmp_path / "out" / "lmo-smoke.md").read_text()
+    assert page.count("these numbers say nothing") == 3  # above, and with both tables
+    assert re.search(
+        r"\| FedAvg \(momentum\) +\| +0.1 \| +1 \| +\S+ \| +\S+ \| 86.00 ± 1.00 \|\n", page
+    ), page
     # A published number that was not run again still stands there; a method without either not.
-    assert re.search(r"\| FedMuon-LMO +\| +- \| +0 \| +- \| 89.50 ± 0.50 \| +- \|", page)
-    assert re.search(r"\| FedMuon +\| +0.0032 \| +1 \| +\d+\.\d+ \| +- \| +- \|", page)
-    assert "Made by `fedmuon reproduce lmo --only fedavg_momentum fedmuon --smoke` at" in page
-    assert r"\toprule" in (tmp_path / "out" / "lmo.tex").read_text()
+    assert re.search(r"\| FedMuon-LMO +\| +- \| +0 \| +- \| +- \| 89.50 ± 0.50 \|\n", page)
+    assert re.search(r"\| FedMuon +\| +0.0032 \| +1 \| +\d+\.\d+ \| +\d+\.\d+ \| +- \|\n", page)
+    assert "Made by `fedmuon reproduce lmo --smoke` at" in page
+    latex = (tmp_path / "out" / "lmo-smoke.tex").read_text()
+    assert r"\toprule" in latex
+    assert "these numbers say nothing" in latex
     for case in ("dir0.1", "dir10"):
-        assert (tmp_path / "out" / f"lmo-{case}.png").is_file()
-        assert f"lmo-{case}.png" in page
+        assert (tmp_path / "out" / f"lmo-smoke-{case}.png").is_file()
+        assert f"lmo-smoke-{case}.png" in page
     # Once more: everything is finished, nothing runs, the same page.
 
     def written():
@@ -181,7 +203,19 @@ def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch, forked):
     assert before == sorted(
         (p, p.stat().st_mtime_ns) for p in (tmp_path / "r").rglob("metrics.csv")
     )
-    assert (tmp_path / "out" / "lmo.md").read_text() == page
+    assert (tmp_path / "out" / "lmo-smoke.md").read_text() == page
+    # One column and one method: what was finished before stays on the page.
+    assert main([*words, "--only", "fedmuon", "--case", "dir10"]) == 0
+    assert (tmp_path / "out" / "lmo-smoke.md").read_text() == page
+
+
+def test_data_that_are_missing_are_said_once_and_nothing_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "cifar100-resnet18", "--data", "nowhere", "-o", "out"]) == 2
+    said = capsys.readouterr().err
+    assert re.search("reproduction cifar100-resnet18: .*nowhere.*cifar-100-python", said), said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -305,4 +339,4 @@ def test_the_environment_of_every_run_is_named(tmp_path):
         folders.append(folder)
     said = _record(folders, options)
     assert f"at commit {'a' * 40}, {'b' * 40}+, unknown on P, 2 cores, G, torch 2." in said
-    assert "`fedmuon reproduce lmo --seed 1 2 --rounds 7`" in said
+    assert "`fedmuon reproduce lmo --rounds 7`" in said

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import IO, Literal
 
 from ..environment import PLANNED
+from ..hardware import cores, gpus
 from .inspection import deciding, finished, inspect
 from .plan import Plan, Run
 from .runs import progress
@@ -55,22 +56,6 @@ class Outcome:
     run: Run
     status: Literal["done", "skipped", "failed", "stopped", "waiting"]
     reason: str = ""
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def gpus() -> list[str]:
-    """The NVIDIA GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
-    there = Path("/proc/driver/nvidia/gpus")  # importing torch to ask it would take seconds
-    return [str(i) for i in range(len(list(there.iterdir())))] if there.is_dir() else []
 
 
 # Our own sentence may follow a progress bar that was not closed.

@@ -8,20 +8,22 @@ import argparse
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..environment import FILE
 from ..errors import ConfigError
+from ..hardware import gpus
 from . import render
 from .comparison import compare_runs
 from .console import CommandParser, guarded, parsed, positive, terminal, write
 from .cost import estimate
 from .execute import Outcome, execute
-from .plan import Plan
-from .reproduction import Case, Reproduction, beside, load_reproduction
+from .inspection import inspect
+from .plan import Plan, Run
+from .reproduction import Case, Reproduction, beside, build, load_reproduction
 from .runs import RunData, read_runs
 from .sweep_view import SweepView, duration, show_failures
 
@@ -30,12 +32,13 @@ __all__ = ["reproduce_main"]
 
 @dataclass(frozen=True)
 class _Section:
-    """One case on the page: its table, what is said under it, and what is significant."""
+    """One case on the page: its table, what is said under it, what is significant, its runs."""
 
     case: str
     grid: render.Grid
     notes: Sequence[str]
-    curves: str
+    said: str
+    finished: Sequence[Path]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,11 +98,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if options.parity and not reproduction.parity:
         raise ConfigError(f"reproduction {reproduction.name} has no parity settings")
     cases = _cases(reproduction, options.case)
-    folder = Path(options.root or "runs/reproduce") / (
-        f"{reproduction.name}{'-smoke' if options.smoke else ''}"
-        f"{'-parity' if options.parity else ''}"
-        f"{f'-{options.rounds}-rounds' if options.rounds else ''}"
-    )
+    folder = Path(options.root or "runs/reproduce") / f"{reproduction.name}{_suffix(options)}"
     compared = reproduction.check()
     console.print(
         f"{reproduction.title}: {reproduction.parameters:,} weights and {compared} settings of "
@@ -108,17 +107,23 @@ def _reproduce(options: argparse.Namespace) -> int:
     )
     plans = {case: _plan(reproduction, case, options, folder) for case in cases}
     runs = [run for case, plan in plans.items() for run in plan.runs(folder / case.name)]
-    jobs = options.jobs or next(iter(plans.values())).jobs
+    if options.smoke:
+        _generate(runs, folder)
+    _check_data(reproduction, plans)
     test_samples = 200 if options.smoke else reproduction.test_samples
     cost = estimate(runs, reproduction.input_shape, test_samples, reproduction.plan.threads)
+    jobs = options.jobs or next(iter(plans.values())).jobs
+    if jobs is None and cost.device == "cuda" and not gpus():  # torch sees one, we do not
+        jobs = 1
     console.print(
         f"{len(runs)} runs: about {duration(cost.seconds)} of one {cost.device} in all, from a "
-        f"measured step ({1000 * cost.step:.3g} ms, and {1000 * cost.orthogonalise:.3g} ms where "
-        f"it orthogonalises), and at most {cost.bytes / 1e9:.1f} GB of disk in {folder}.",
+        f"measured step of one client ({1000 * cost.step:.3g} ms, where it orthogonalises "
+        f"{1000 * cost.orthogonalise:.3g} ms more), and at most {cost.bytes / 1e9:.1f} GB of disk "
+        f"in {folder}.",
         soft_wrap=True,
     )
     outcomes: list[Outcome] = []
-    sections: list[_Section] = []
+    sections: dict[str, _Section] = {}
     output = Path(options.output) if options.output else folder / "results"
     for case, plan in plans.items():
         with SweepView(console, plan.runs(folder / case.name), plan.choose.metric) as view:
@@ -127,24 +132,59 @@ def _reproduce(options: argparse.Namespace) -> int:
         if any(outcome.status in ("stopped", "waiting") for outcome in done):
             console.print("Stopped; the same command goes on.")
             return 130
-        data, problems = read_runs(o.run.folder for o in done if o.status in ("done", "skipped"))
-        for problem in problems:
-            console.print(f"left out {problem}", soft_wrap=True)
-        failed: dict[str, dict[int, str]] = {}
-        for outcome in done:
-            if outcome.status == "failed":
-                failed.setdefault(outcome.run.algorithm, {})[outcome.run.seed] = outcome.reason
-        grid, notes = beside(reproduction, case, data, failed)
+        section = _section(reproduction, case, options, folder, output, done)
         console.print()
-        console.print(render.to_rich(grid))
-        for note in notes:
+        console.print(render.to_rich(section.grid))
+        for note in section.notes:
             console.print(f"- {note}", soft_wrap=True)
-        curves = _curves(reproduction, case, data, output) if data else ""
-        sections.append(_Section(case.name, grid, notes, curves))
-    if sections:
-        _write(reproduction, sections, outcomes, output, options)
+        sections[case.name] = section
+    for case in reproduction.cases:  # what earlier calls have finished stays on the page
+        if case not in plans:
+            sections[case.name] = _section(reproduction, case, options, folder, output, [])
+    page = [sections[case.name] for case in reproduction.cases if sections[case.name].finished]
+    if page:
+        _write(reproduction, page, output, options)
         console.print(f"Tables and curves: {output}", soft_wrap=True)
     return show_failures(console, outcomes)
+
+
+def _section(
+    reproduction: Reproduction,
+    case: Case,
+    options: argparse.Namespace,
+    folder: Path,
+    output: Path,
+    outcomes: Sequence[Outcome],
+) -> _Section:
+    """A case of the page, with every run of it that is finished, by this call or another one."""
+    whole = _plan(reproduction, case, options, folder, whole=True)
+    finished = [r.folder for r in whole.runs(folder / case.name) if inspect(r)[0] == "finished"]
+    data, problems = read_runs(finished)
+    failed: dict[str, dict[int, str]] = {}
+    for outcome in outcomes:
+        if outcome.status == "failed":
+            failed.setdefault(outcome.run.algorithm, {})[outcome.run.seed] = outcome.reason
+    grid, notes = beside(reproduction, case, data, failed, _caveat(options))
+    notes += [f"left out {problem}" for problem in problems]
+    said = _curves(reproduction, case, data, output, _suffix(options)) if data else ""
+    return _Section(case.name, grid, notes, said, [run.folder for run in data])
+
+
+def _suffix(options: argparse.Namespace) -> str:
+    """What tells the folder and the page of other runs from those of the full ones."""
+    return (
+        f"{'-smoke' if options.smoke else ''}{'-parity' if options.parity else ''}"
+        f"{f'-{options.rounds}-rounds' if options.rounds else ''}"
+    )
+
+
+def _caveat(options: argparse.Namespace) -> str:
+    """Why the numbers are not to be compared with the published ones; empty if they are."""
+    if options.smoke:
+        return "A smoke test on generated files: these numbers say nothing."
+    if options.rounds:
+        return "Shorter than the published runs: not to be compared with their numbers."
+    return ""
 
 
 def _cases(reproduction: Reproduction, names: Sequence[str] | None) -> list[Case]:
@@ -158,18 +198,23 @@ def _cases(reproduction: Reproduction, names: Sequence[str] | None) -> list[Case
 
 
 def _plan(
-    reproduction: Reproduction, case: Case, options: argparse.Namespace, folder: Path
+    reproduction: Reproduction,
+    case: Case,
+    options: argparse.Namespace,
+    folder: Path,
+    whole: bool = False,
 ) -> Plan:
-    """The case's plan as the command line wants it."""
+    """The case's plan as the command line wants it, or with all its methods and seeds."""
     settings: dict[str, Any] = dict(reproduction.parity) if options.parity else {}
-    seeds = list(dict.fromkeys(options.seed)) if options.seed else reproduction.plan.seeds
+    asked, all_seeds = options.seed or [], list(reproduction.plan.seeds)
+    seeds = list(dict.fromkeys([*all_seeds, *asked] if whole else asked or all_seeds))
     if options.data:
         settings["data.init_args.root"] = options.data
     if options.smoke:
-        seeds = seeds[:1]
-        settings |= {**reproduction.smoke, **_generated(reproduction, case, folder)}
+        seeds = (asked or all_seeds)[:1]
+        settings |= {**reproduction.smoke, "data.init_args.root": str(folder / "data")}
     entries = reproduction.plan.entries
-    if options.only:
+    if options.only and not whole:
         labels = [entry.label for entry in entries]
         for name in options.only:
             if name not in labels:
@@ -183,20 +228,39 @@ def _plan(
     )
 
 
-def _generated(reproduction: Reproduction, case: Case, folder: Path) -> dict[str, Any]:
-    """Writes small files for the data module of a case, and says where they are."""
+def _generate(runs: Sequence[Run], folder: Path) -> None:
+    """Writes small files for the data module of the runs."""
     from ..data.generate import generate
 
-    kind = str(reproduction.case_plan(case).runs()[0].settings["data.class_path"])
-    root = folder / "data"
-    generate(kind.rpartition(".")[2], root)
-    return {"data.init_args.root": str(root)}
+    for kind in {str(run.settings["data.class_path"]).rpartition(".")[2] for run in runs}:
+        generate(kind, folder / "data")
 
 
-def _curves(reproduction: Reproduction, case: Case, data: Sequence[RunData], output: Path) -> str:
+def _check_data(reproduction: Reproduction, plans: Mapping[Case, Plan]) -> None:
+    """Loads what the runs will load: what is missing is said once, and not by every run.
+
+    Raises:
+        ConfigError: What is to be put where, or that the partition cannot be made.
+    """
+    from ..arguments import root_cause
+
+    for case, plan in plans.items():
+        settings = plan.runs(case.name)[0].settings
+        try:
+            build("data", settings).setup()
+        except ValueError as e:
+            said = e if isinstance(e, ConfigError) else root_cause(e)
+            raise ConfigError(f"reproduction {reproduction.name}: {said}") from e
+
+
+def _curves(
+    reproduction: Reproduction, case: Case, data: Sequence[RunData], output: Path, suffix: str
+) -> str:
     """Writes tables and curves of a case, and returns what is significant, in words."""
-    (comparison,) = compare_runs(data)
-    own = output / f"{reproduction.name}-{case.name}"
+    there = {run.method for run in data}
+    against = reproduction.against if reproduction.against in there and len(there) > 1 else None
+    (comparison,) = compare_runs(data, against=against)
+    own = output / f"{reproduction.name}{suffix}-{case.name}"
     comparison.save(own)
     curves = own / "curves.png"
     if curves.is_file():
@@ -207,34 +271,31 @@ def _curves(reproduction: Reproduction, case: Case, data: Sequence[RunData], out
 def _write(
     reproduction: Reproduction,
     sections: Sequence[_Section],
-    outcomes: Sequence[Outcome],
     output: Path,
     options: argparse.Namespace,
 ) -> None:
     """The page ``NAME.md`` and the tables ``NAME.tex``."""
+    name = f"{reproduction.name}{_suffix(options)}"
     parts = [f"# {reproduction.title}\n"]
-    if options.smoke:
-        parts.append("**A smoke test on generated files: these numbers say nothing.**\n")
+    if _caveat(options):
+        parts.append(f"**{_caveat(options)}**\n")
     for section in sections:
         parts += [f"## {section.case}\n", render.to_markdown([section.grid])]
         parts.append("".join(f"- {note}\n" for note in section.notes))
-        if section.curves:
-            parts.append(f"{section.curves}\n")
-            parts.append(f"![Curves]({reproduction.name}-{section.case}.png)\n")
-    finished = [o.run.folder for o in outcomes if o.status in ("done", "skipped")]
+        parts += [f"{section.said}\n"] if section.said else []
+        picture = f"{name}-{section.case}.png"
+        parts += [f"![Curves]({picture})\n"] if (output / picture).is_file() else []
+    finished = [folder for section in sections for folder in section.finished]
     parts.append(_record(finished, options))
-    write(output / f"{reproduction.name}.md", "\n".join(part for part in parts if part))
+    write(output / f"{name}.md", "\n".join(part for part in parts if part))
     said = "".join(f"% {s.case}: {note}\n" for s in sections for note in s.notes)
     latex = render.to_latex([section.grid for section in sections]) + said
-    write(output / f"{reproduction.name}.tex", latex)
+    write(output / f"{name}.tex", latex)
 
 
 def _record(folders: Sequence[Path], options: argparse.Namespace) -> str:
     """By which command, commit and machine."""
     words = [f"fedmuon reproduce {options.name}"]
-    for flag in ("case", "only", "seed"):
-        if getattr(options, flag):
-            words.append(f"--{flag} {' '.join(map(str, getattr(options, flag)))}")
     words += [f"--rounds {options.rounds}"] if options.rounds else []
     words += [f"--{flag}" for flag in ("smoke", "parity") if getattr(options, flag)]
     starts = [

@@ -18,7 +18,7 @@ from .plan import Plan
 from .plan_file import parse_plan
 from .render import Grid
 from .runs import RunData, flatten, read_yaml
-from .summary import Stat, last
+from .summary import Stat, at_best, last
 
 __all__ = ["Case", "Reproduction", "beside", "load_reproduction"]
 
@@ -61,6 +61,9 @@ class Reproduction:
         parity: What the published numbers' own code did otherwise, by dotted key.
         smoke: What makes a run tiny, by dotted key.
         notes: By the plan's label of a method, how ours differs from what was published.
+        against: The plan's label of the method that the others are tested against, the one of which
+            the paper claims that it is better; None for all pairs.
+        unlike: Labels of methods whose published number is of another variant: no difference.
         comparable: Whether the published numbers are of the same data and network; only then does a
             difference mean anything.
     """
@@ -77,6 +80,8 @@ class Reproduction:
     parity: Mapping[str, Any]
     smoke: Mapping[str, Any]
     notes: Mapping[str, str]
+    against: str | None
+    unlike: Sequence[str]
     comparable: bool
 
     def case_plan(self, case: Case, **changes: Any) -> Plan:  # noqa: ANN401
@@ -122,7 +127,7 @@ class Reproduction:
         return compared
 
 
-_OPTIONAL = ("expected", "parity", "smoke", "notes", "comparable")
+_OPTIONAL = ("expected", "parity", "smoke", "notes", "against", "unlike", "comparable")
 _KEYS = ("title", "source", "plan", "cases", "network", *_OPTIONAL)
 
 
@@ -167,9 +172,11 @@ def load_reproduction(name: str | Path) -> Reproduction:
             raise ConfigError(f"{where}: case {case.name} has a number for {unknown[0]}, which "
                               f"the plan does not run")  # fmt: skip
     notes, comparable = content.get("notes") or {}, content.get("comparable", True)
-    unknown = sorted(set(notes) - labels)
-    if unknown:
-        raise ConfigError(f"{where}: a note on {unknown[0]}, which the plan does not run")
+    against, unlike = content.get("against"), content.get("unlike") or []
+    for what, named in (("a note on", notes), ("unlike:", unlike), ("against:", [against])):
+        unknown = sorted({label for label in named if label is not None} - labels)
+        if unknown:
+            raise ConfigError(f"{where}: {what} {unknown[0]}, which the plan does not run")
     if not isinstance(comparable, bool):
         raise ConfigError(f"{where}: comparable should be true or false, not {comparable!r}")
     return Reproduction(
@@ -185,6 +192,8 @@ def load_reproduction(name: str | Path) -> Reproduction:
         parity=flatten(content.get("parity") or {}),
         smoke=flatten(content.get("smoke") or {}),
         notes={label: str(note) for label, note in notes.items()},
+        against=against,
+        unlike=unlike,
         comparable=comparable,
     )
 
@@ -205,7 +214,7 @@ def build(what: str, settings: Mapping[str, Any], device: str = "cpu") -> Any:  
     """The network or the algorithm that a run's settings name.
 
     Args:
-        what: ``network`` or ``algorithm``.
+        what: ``network``, ``algorithm`` or ``data``.
         settings: By dotted key, as of :attr:`~fedmuon_pl.compare.plan.Run.settings`.
         device: Where a network's weights are; ``meta`` has none.
     """
@@ -214,8 +223,11 @@ def build(what: str, settings: Mapping[str, Any], device: str = "cpu") -> Any:  
 
     from .. import models  # noqa: F401  # known by their short names once they are imported
     from ..algorithms import Algorithm
+    from ..data import catalogue  # noqa: F401
+    from ..data.datamodule import FederatedDataModule
 
     prefix, kind = {
+        "data": ("data", FederatedDataModule),
         "network": ("model.task.init_args.network", torch.nn.Module),
         "algorithm": ("model.algorithm", Algorithm),
     }[what]
@@ -239,20 +251,28 @@ def beside(
     case: Case,
     runs: Sequence[RunData],
     failed: Mapping[str, Mapping[int, str]] | None = None,
+    caveat: str = "",
 ) -> tuple[Grid, list[str]]:
     """Ours beside the published numbers, and the difference, in percent.
+
+    There is a difference only where the published number is of the same task and variant, of runs
+    as long as ours, and where every seed finished.
 
     Args:
         reproduction: Whose case it is.
         case: The column.
-        runs: Its finished runs; the accuracy is the test accuracy after the last round.
+        runs: Its finished runs; the accuracy is the test accuracy after the last round, and once
+            more after the round that validation data would have chosen.
         failed: By label and seed, why the others did not finish.
+        caveat: Why no number is to be compared with the published ones, such as a smoke test.
 
     Returns:
         The table, and what is to be said under it.
     """
     rows, notes, lost = [], [], failed or {}
     published_any = bool(case.published)
+    compared = reproduction.comparable and not caveat
+    untuned = []
     for label in [entry.label for entry in reproduction.plan.entries]:
         own = [run for run in runs if run.method == label]
         seeds = len(own) + len(lost.get(label, {}))
@@ -260,29 +280,43 @@ def beside(
         if not seeds and published is None:
             continue
         stat = Stat.of(100 * last(run, "test/acc") for run in own)
+        chosen = Stat.of(100 * at_best(run, "acc") for run in own)
         theirs, difference = "-", "-"
         if published is not None:
             mean, spread = published
             theirs = f"{mean:.2f}" + ("" if spread is None else f" ± {spread:.2f}")
-            if math.isfinite(stat.mean) and len(own) == seeds:
+            same = label not in reproduction.unlike
+            if same and math.isfinite(stat.mean) and len(own) == seeds:
                 difference = f"{stat.mean - mean:+.2f}"
         count = str(seeds) if len(own) == seeds else f"{len(own)} of {seeds}"
-        row = [display_name(label), _rate(own), count, stat.text(2, len(own)) if own else "-"]
-        rows.append([*row, theirs, *([difference] if reproduction.comparable else [])])
+        ours = [s.text(2, len(own)) if own else "-" for s in (stat, chosen)]
+        row = [display_name(label), _rate(own), count, *ours]
+        rows.append([*row, theirs, *([difference] if compared else [])])
+        entry = next(e for e in reproduction.plan.entries if e.label == label)
+        if published_any and published is None and entry.tuned is False:
+            untuned.append(display_name(label))
         for seed, reason in lost.get(label, {}).items():
             notes.append(f"{display_name(label)}, seed {seed}, did not finish: {reason}")
         if label in reproduction.notes:
             notes.append(f"{display_name(label)}: {reproduction.notes[label]}")
+    if untuned:
+        notes.append(
+            f"not in the published table, and at one rate, not tuned: {', '.join(untuned)}"
+        )
     rounds = sorted({len(run.metrics) for run in runs})
     after = f"after {rounds[0]} rounds" if len(rounds) == 1 else "after the last round"
     caption = (
         f"Test accuracy in percent {after}, ours as mean ± sample standard deviation over the "
-        f"seeds that finished; lr: the learning rate of ours. Published: {reproduction.source}."
+        f"seeds that finished; chosen round: after the round of the best validation accuracy "
+        f"instead; lr: the learning rate of ours. All seeds share the partition. "
+        f"Published: {reproduction.source}."
     )
-    heads = ["method", "lr", "seeds", "ours", "published"]
-    heads += ["difference"] if reproduction.comparable else []
+    if caveat:
+        caption = f"{caveat} {caption}"
+    heads = ["method", "lr", "seeds", "ours", "chosen round", "published"]
+    heads += ["difference"] if compared else []
     if not published_any:
-        heads, rows = heads[:4], [row[:4] for row in rows]
+        heads, rows = heads[:5], [row[:5] for row in rows]
     return Grid(f"{reproduction.title}, {case.name}", heads, rows, caption), notes
 
 

@@ -129,6 +129,14 @@ def _at(run: RunData, tag: str, r: int) -> float:
     return dict(measured(run, tag)).get(r, math.nan)
 
 
+def at_best(run: RunData, metric: str) -> float:
+    """``test/<metric>`` after the first round of the best ``val/<metric>``; NaN without one."""
+    val = f"val/{metric}"
+    top = best(run, val, higher_is_better(metric))
+    rounds = (r for r, value in measured(run, val) if value == top)
+    return next((_at(run, f"test/{metric}", r) for r in rounds), math.nan)
+
+
 def _row(run: RunData, metric: str, target: float | None) -> dict[str, object]:
     high = higher_is_better(metric)
     val, test = f"val/{metric}", f"test/{metric}"
@@ -142,7 +150,7 @@ def _row(run: RunData, metric: str, target: float | None) -> dict[str, object]:
         "worst10": last(run, "client/acc_worst10"),
         "val": last(run, val),
         "best_val": top,
-        "test_at_best": next((_at(run, test, r) for r, value in curve if value == top), math.nan),
+        "test_at_best": at_best(run, metric),
         "area": _area(run, val),
         "rounds": len(run.metrics),
         "total_mb": next((v for _, v in reversed(measured(run, "comm/total_mb"))), math.nan),
