@@ -60,10 +60,14 @@ def blocks(
 def seed_forward(seed: int, device: torch.device) -> None:
     """Starts the random stream of a block's forwards.
 
-    On a CPU as torch.manual_seed, but without the other devices, which cost 3 ms a call.
+    As torch.manual_seed, but without the other devices, which cost 3 ms a call.
     """
-    cpu = device.type == "cpu"
-    (torch.default_generator.manual_seed if cpu else torch.manual_seed)(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    elif device.type != "cpu":
+        torch.manual_seed(seed)
 
 
 def clients_at_once(module: "FederatedModule", device: torch.device) -> int:

@@ -270,6 +270,8 @@ class FederatedModule(LightningModule):
         with torch.no_grad():
             uploads = algorithm.end(run)
         self.server.totals.receive(run, uploads, torch.stack(losses), stack.buffers)
+        algorithm.release(run)
+        stack.zero_grad()
 
     def _advance(self, clients: int) -> None:
         bar = self.trainer.progress_bar_callback

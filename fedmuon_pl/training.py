@@ -1,13 +1,16 @@
 """``fedmuon fit``, ``validate`` and ``test``: a LightningCLI over the federated module."""
 
 import os
+import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse.typing import NonNegativeInt
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -135,8 +138,9 @@ class FederatedCLI(LightningCLI):
         fast = bool(config.trainer.fast_dev_run)
         if self.subcommand == "fit" and not fast and self.checkpoint is None and self._has_run():
             raise ConfigError(
-                f"{self.folder} already holds a run: resume it with --ckpt_path last, or remove "
-                f"it, or write elsewhere with --trainer.default_root_dir, --experiment or --method"
+                f"{self.folder} already holds a run: resume it with --ckpt_path last (or auto, "
+                f"which also starts what is new), or remove it, or write elsewhere with "
+                f"--trainer.default_root_dir, --experiment or --method"
             )
 
     def _resolve_processes(self, config: Any) -> None:  # noqa: ANN401
@@ -178,6 +182,9 @@ class FederatedCLI(LightningCLI):
                 )
             return None
         name = str(given)
+        if name == "auto" and self.subcommand == "fit":
+            path = self.folder / "checkpoints" / "last.ckpt"
+            return str(path) if path.is_file() else None
         known = name in ("last", "best")
         path = self.folder / "checkpoints" / f"{name}.ckpt" if known else Path(name)
         if not path.is_file():
@@ -197,6 +204,10 @@ class FederatedCLI(LightningCLI):
         trainer = dict(self._get(self.config_init, "trainer"))
         trainer["default_root_dir"] = str(self.folder)
         trainer["logger"] = self._loggers(trainer.get("logger"))
+        if SLURMEnvironment.detect() and not trainer.get("plugins"):
+            # Lightning's requeueing saves in the middle of a round.
+            trainer["plugins"] = [SLURMEnvironment(auto_requeue=False)]
+            _end_round_on(signal.SIGUSR1)
         callbacks = [self._get(self.config_init, "server"), RoundLog(), TensorBoardPages()]
         if trainer.get("enable_progress_bar") is not False and self.subcommand == "fit":
             callbacks.append(RoundProgressBar())
@@ -226,6 +237,12 @@ class FederatedCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """With the checkpoint that was found."""
         return {**super()._prepare_subcommand_kwargs(subcommand), "ckpt_path": self.checkpoint}
+
+
+def _end_round_on(number: signal.Signals) -> None:
+    """Lets a signal do what SIGTERM does: the run ends at its round's end, to be resumed."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def train_main(args: list[str]) -> int:

@@ -152,6 +152,8 @@ def test_fit_test_validate(capsys):
     capsys.readouterr()
     assert call("fit", *DIGITS, *QUIET, "--trainer.max_epochs=2") == 2
     assert "already holds a run: resume it with --ckpt_path last" in capsys.readouterr().err
+    assert call("test", *DIGITS, *QUIET, "--ckpt_path=auto") == 2
+    assert "there is no checkpoint auto" in capsys.readouterr().err
     for command in ("validate", "test"):
         assert call(command, *DIGITS, *QUIET) == 2
         assert f"{command} needs --ckpt_path" in capsys.readouterr().err

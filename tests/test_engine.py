@@ -300,12 +300,19 @@ class Counting(SGD):
             p.data.sub_(group["lr"] / group["t"] * p.grad)
 
 
+class CountingSideBySide(Counting):
+    """The same, and it says that clients can train side by side."""
+
+    elementwise = True
+
+
 OPTIMIZERS = {n: getattr(torch.optim, n) for n in sorted(ELEMENTWISE)} | {
     "SGD-nesterov": partial(SGD, momentum=0.9, nesterov=True),
     "Adam-amsgrad": partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
     "Adagrad-start": partial(torch.optim.Adagrad, initial_accumulator_value=0.5, lr_decay=0.1),
     "Adafactor": torch.optim.Adafactor,
     "Counting": Counting,
+    "CountingSideBySide": CountingSideBySide,
 }
 
 
@@ -314,7 +321,8 @@ def test_every_client_has_a_fresh_optimiser_like_a_bare_loop(name, tmp_path):
     data = ClientLists(make_data([8, 8, 12]), 4)
     task = Classification(TinyNet, 3)
     expected = None
-    for at_once in (1, 2) if name.split("-")[0] in ELEMENTWISE else (1,):
+    side_by_side = name.split("-")[0] in ELEMENTWISE or name == "CountingSideBySide"
+    for at_once in (1, 2) if side_by_side else (1,):
         recorder, learner = federate(
             FedAvg(0.05, OPTIMIZERS[name]),
             data,

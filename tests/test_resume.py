@@ -164,6 +164,30 @@ def test_sigterm_ends_at_the_round(finished, tmp_path):
     assert_same_run(folder, finished("fedmuon").folder)
 
 
+def test_a_preempted_slurm_job_ends_at_the_round_and_auto_goes_on(finished, tmp_path, monkeypatch):
+    job = {"JOB_ID": 7, "JOB_NAME": "run", "NTASKS": 1, "NNODES": 1, "NODEID": 0}
+    for name, value in {**job, "PROCID": 0, "LOCALID": 0, "NODELIST": "localhost"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    before = {s: signal.getsignal(s) for s in (signal.SIGUSR1, signal.SIGTERM)}
+    auto = ("--ckpt_path", "auto")
+
+    def warn(server):  # as `#SBATCH --signal=USR1@90` does
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    try:
+        with interrupted(STOP - 1, act=warn), pytest.raises(SystemExit) as ended:
+            sys.exit(main([*arguments("fit", "fedmuon", tmp_path), *auto]))
+        assert ended.value.code in (0, None)
+        folder = tmp_path / "digits/fedmuon-s0"
+        assert not (folder / "done").exists()
+        assert not list(tmp_path.rglob("hpc_ckpt*"))
+        fit("fedmuon", tmp_path, *auto)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert_same_run(folder, finished("fedmuon").folder)
+
+
 # -- from other checkpoints, in other places -------------------------------------------------------
 
 

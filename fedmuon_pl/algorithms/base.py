@@ -14,6 +14,7 @@ The first two are defined in :mod:`fedmuon_pl.algorithms.parts`.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Literal, Self
 
 import torch
@@ -109,7 +110,7 @@ class Algorithm:
                 f"gradients at x^r: every client has an x^r of its own"
             )
         self._scales = scales
-        self._built: dict[tuple[int, ...], list[Member]] = {}
+        self._built: dict[tuple[int, ...], tuple[list[Member], list[list[dict[str, Any]]]]] = {}
 
     def asks_for(self, kind: Literal["client", "cohort", "anchor"]) -> bool:
         """Whether a mechanism needs a full gradient of that kind, or anchor gradients."""
@@ -144,7 +145,6 @@ class Algorithm:
         members = self.members(stack)
         lr = [rate * lr_factor for rate in self.rates]
         for optimizer, indices in members:
-            optimizer.state.clear()
             first = 0
             for group in optimizer.param_groups:
                 i = indices[first]
@@ -160,7 +160,7 @@ class Algorithm:
         return run
 
     def members(self, stack: ClientStack) -> list[Member]:
-        """The local optimisers over a stack, built once for each of its sizes.
+        """Fresh local optimisers over a stack; they are built once for each of its sizes.
 
         Raises:
             ValueError: If the local rule cannot train clients side by side, or an argument of an
@@ -176,8 +176,14 @@ class Algorithm:
             return self.local.build(stack.leaves, client_axis=False)
         key = tuple(id(leaf) for leaf in stack.leaves)
         if key not in self._built:
-            self._built[key] = self.local.build(stack.leaves, stack.clients > 1)
-        return self._built[key]
+            built = self.local.build(stack.leaves, stack.clients > 1)
+            self._built[key] = built, [_options(optimizer) for optimizer, _ in built]
+        members, options = self._built[key]
+        for (optimizer, _), groups in zip(members, options, strict=True):
+            optimizer.state.clear()
+            for group, as_built in zip(optimizer.param_groups, groups, strict=True):
+                group.update(deepcopy(as_built))  # some count their steps there
+        return members
 
     def correct(self, run: LocalRun, gradients: Tensors) -> None:
         """Applies every mechanism's correction to the gradients, in place."""
@@ -196,6 +202,11 @@ class Algorithm:
         """The uploads of the block beside the displacements, by mechanism."""
         uploads = {m.name: m.end(run) for m in self.mechanisms}
         return {name: upload for name, upload in uploads.items() if upload is not None}
+
+    def release(self, run: LocalRun) -> None:
+        """Forgets what the block's optimisers hold; the next block may be of another size."""
+        for optimizer, _ in run.members:
+            optimizer.state.clear()
 
     def aggregate(
         self, means: Mapping[str, Tensors], cohort_size: int, lr_factor: float = 1.0
@@ -258,3 +269,11 @@ class Algorithm:
 
 def _keys(state: Mapping[str, Mapping[str, Tensors]]) -> list[str]:
     return sorted(f"{key}.{name}" for key, entries in state.items() for name in entries)
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What an optimiser's groups hold beside their parameters."""
+    return [
+        {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]

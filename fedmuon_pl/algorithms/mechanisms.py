@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..clients import Tensors
+from ..clients import Tensors, alike
 from .base import LocalRule, LocalRun, Mechanism, Setting, Upload
 from .local import MuonRule
 
@@ -58,8 +58,9 @@ class Alignment(Mechanism):
     def begin(self, run: LocalRun) -> None:
         """The pull of one step, the same for every step of the round."""
         weights = [-self.alpha * run.lr[i] for i in self.indices]
-        pull = torch._foreach_mul(self.delta_g(run), weights)
-        run.memory[self.name] = [run.x[i] for i in self.indices], pull
+        x = [run.x[i] for i in self.indices]
+        pull = list(torch._foreach_mul(self.delta_g(run), weights))
+        run.memory[self.name] = x, [alike(p, t) for p, t in zip(pull, x, strict=True)]
 
     def delta_g(self, run: LocalRun) -> Tensors:
         """Delta_g^r as the clients have it."""

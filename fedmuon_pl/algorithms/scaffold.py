@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from ..clients import Tensors
+from ..clients import Tensors, alike
 from ..errors import ConfigError
 from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
 from .local import TorchRule, not_negative, positive
@@ -52,7 +52,7 @@ class ControlVariates(Mechanism):
         c_i = run.client_state["c_i"]
         correction = torch._foreach_neg(c_i)
         torch._foreach_add_(correction, self.server_state["c"])
-        run.memory[self.name] = correction
+        run.memory[self.name] = [alike(c, t) for c, t in zip(correction, run.x, strict=True)]
 
     def correct(self, run: LocalRun, gradients: Tensors) -> None:
         """Adds c - c_i to the gradients."""

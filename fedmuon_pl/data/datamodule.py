@@ -104,6 +104,11 @@ class FederatedDataModule(LightningDataModule):
         assert column is not None
         return cached_partition(self.partitioner, column, self.clients, self.partition_seed)
 
+    def prepare_data(self) -> None:
+        """Downloads, if that is asked for, in one process on each machine before any loads."""
+        if getattr(self, "download", False):
+            self.load()
+
     def setup(self, stage: str | None = None) -> None:
         """Loads and partitions; a second call does nothing."""
         if self._partition is not None:

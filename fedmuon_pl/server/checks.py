@@ -85,11 +85,11 @@ def check_trainer_config(trainer: Mapping[str, Any]) -> None:
     if several and name == "single_device":
         refuse("strategy", name, f"trainer.devices={devices} needs another; leave it at auto")
     launched = processes_of_launcher()
-    if launched and launched[1] > 1 and str(count).isdigit() and int(count) * nodes != launched[1]:
+    if launched and str(count).isdigit() and int(count) * nodes != launched[1]:
         by, total, here = launched
         raise ConfigError(
-            f"{by} has started {total} processes, {here} on each node, but trainer.devices="
-            f"{devices} and trainer.num_nodes={nodes}: every process would train alone; use "
+            f"{by} has started {total} process{'es' * (total > 1)}, {here} on each node, but "
+            f"trainer.devices={devices} and trainer.num_nodes={nodes}: start as many, or use "
             f"trainer.devices={here} and trainer.num_nodes={total // here}"
         )
     if several or (launched and launched[1] > 1):

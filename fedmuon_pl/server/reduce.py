@@ -174,6 +174,8 @@ def sum_metrics(metrics: Sequence[Metric], strategy: Strategy) -> None:
     mine = [m for m in metrics if all(f is dim_zero_sum for f in m._reductions.values())]
     names = [(m, name) for m in mine for name in m._reductions]
     states = [getattr(m, name) for m, name in names]
+    if not states:
+        return
     flat = torch.cat([t.to(strategy.root_device, torch.float64).flatten() for t in states])
     dist.all_reduce(flat)
     pieces: Tensors = list(flat.split([t.numel() for t in states]))  # type: ignore[no-untyped-call]

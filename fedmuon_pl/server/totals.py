@@ -79,8 +79,9 @@ class RoundTotals:
             NonFiniteUpdate: If one is not finite and the policy is to stop.
         """
         weights = [self._weight(c) for c in clients]
-        for c, client in enumerate(clients):
-            if not all(bool(g[c].isfinite().all()) for g in gradients):
+        table = torch.stack([g.reshape(len(clients), -1).isfinite().all(1) for g in gradients])
+        for c, (client, finite) in enumerate(zip(clients, table.all(0).tolist(), strict=True)):
+            if not finite:
                 if self._on_nonfinite == "stop":
                     raise NonFiniteUpdate(
                         f"round {round}, client {client}: the gradient over its whole data at x^r "
@@ -128,7 +129,8 @@ class RoundTotals:
         self.diagnostics.add(measured, weights)
         accepted = [c for c, one in enumerate(ones) if one]
         if run.client_state and accepted:
-            state = {k: [t[accepted] for t in v] for k, v in run.client_state.items()}
+            some = slice(None) if len(accepted) == len(ones) else accepted
+            state = {k: [t[some] for t in v] for k, v in run.client_state.items()}
             self.store.put([run.clients[c] for c in accepted], state)
         model = len(run.clients) * self._exchanged
         self.up += model + sum(nbytes(u.payload()) for u in uploads.values())
