@@ -87,6 +87,7 @@ FLOAT, HALF = "32-true", "bf16-mixed"
 # name: (algorithm, arguments of the module, precision, the row that it is compared with)
 CONTESTANTS = {
     "bare loop": (None, {}, FLOAT, "bare loop"),
+    "bare loop, channels last": (None, {"channels_last": True}, FLOAT, "bare loop"),
     "FedAvg": (lambda: FedAvg(LR), {}, FLOAT, "bare loop"),
     "FedAvg, contiguous": (lambda: FedAvg(LR), {"channels_last": False}, FLOAT, "bare loop"),
     "SCAFFOLD": (lambda: Scaffold(LR), {}, FLOAT, "FedAvg"),
@@ -151,16 +152,20 @@ def engine(
     return times.seconds
 
 
-def bare(work, precision, rounds):
+def bare(work, precision, rounds, channels_last=False):
     """The same rounds of FedAvg as one would write them without a framework."""
     data = work["data"](work["batch"])
     data.setup()
     model = deepcopy(Classification(work["network"], num_classes=work["classes"]).build_network(0))
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=LR)
     half = precision == "bf16-mixed"
     context = torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext()
     inputs, labels = data.splits.train
+    if channels_last:
+        inputs = inputs.to(memory_format=torch.channels_last)
     seconds = []
     for r in range(rounds):
         begin = time.process_time()
@@ -194,7 +199,7 @@ def measure(work, names, repeat, rounds):
         for name in names:
             build, arguments, precision, _ = CONTESTANTS[name]
             if build is None:
-                took = bare(work, precision, rounds + 1)
+                took = bare(work, precision, rounds + 1, **arguments)
             else:
                 took = engine(work, build(), arguments, precision, rounds + 1)
             seconds[name] += took[1:]

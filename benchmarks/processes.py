@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,21 +33,41 @@ CONTESTANTS = {
 BARE_1, BARE_2, FIT_1, FIT_2 = CONTESTANTS
 
 
-def bare(rank, processes, rounds, store):
-    """As one would write it: each rank trains every other client, then one all-reduce."""
+def write_inputs(path, rounds):
+    """The bare loop's images, labels and batches, so that it imports torch and NumPy alone."""
     from fedmuon_pl.data.digits import MNIST5k
     from fedmuon_pl.data.partition import DirichletByClient
     from fedmuon_pl.data.sampling import cohort, local_batches
-    from fedmuon_pl.models import LeNet
     from fedmuon_pl.seeding import numpy_rng
+
+    data = MNIST5k(CLIENTS, DirichletByClient(0.1), batch_size=BATCH)
+    data.setup()
+    batches = np.empty((rounds, COHORT, STEPS, BATCH), dtype=np.int64)
+    for r in range(rounds):
+        clients = cohort(r, seed=0, candidates=CLIENTS, size=COHORT)
+        for i, client in enumerate(clients):
+            rng, samples = numpy_rng(0, "batches", r, client), data.partition[client]
+            for k, batch in enumerate(local_batches(samples, BATCH, rng=rng, steps=STEPS)):
+                batches[r, i, k] = batch
+    arrays = {"batches": batches}
+    for split in ("train", "val", "test"):
+        inputs, labels = getattr(data.splits, split)
+        arrays |= {f"{split}_inputs": inputs.numpy(), f"{split}_labels": labels.numpy()}
+    np.savez(path, **arrays)
+
+
+def bare(rank, processes, rounds, store):
+    """As one would write it: each rank trains every other client, then one all-reduce."""
+    from fedmuon_pl.models import LeNet
 
     torch.set_num_threads(1)
     if processes > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=processes
         )
-    data = MNIST5k(CLIENTS, DirichletByClient(0.1), batch_size=BATCH)
-    data.setup()
+    with np.load(f"{store}.npz") as file:
+        arrays = {name: torch.from_numpy(file[name]) for name in file.files}
+    inputs, labels = arrays["train_inputs"], arrays["train_labels"]
     torch.manual_seed(0)
     model = LeNet()
     params = list(model.parameters())
@@ -54,14 +75,12 @@ def bare(rank, processes, rounds, store):
     for r in range(rounds):
         start = [p.detach().clone() for p in params]
         total = [torch.zeros_like(p) for p in start]
-        for client in cohort(r, seed=0, candidates=CLIENTS, size=COHORT)[rank::processes]:
+        for client in arrays["batches"][r, rank::processes]:
             with torch.no_grad():
                 torch._foreach_copy_(params, start)
-            samples, rng = data.partition[client], numpy_rng(0, "batches", r, client)
-            for batch in local_batches(samples, BATCH, rng=rng, steps=STEPS):
-                inputs, labels = data.gather(torch.from_numpy(batch))
+            for batch in client:
                 optimizer.zero_grad()
-                F.cross_entropy(model(inputs), labels).backward()
+                F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
                 optimizer.step()
             with torch.no_grad():
                 torch._foreach_add_(total, params)
@@ -72,8 +91,9 @@ def bare(rank, processes, rounds, store):
             for p, t in zip(params, flat.split([p.numel() for p in params]), strict=True):
                 p.copy_((t / COHORT).view_as(p))
             if rank == 0:
-                for inputs, labels in (data.splits.val, data.splits.test):
-                    (model(inputs).argmax(1) == labels).float().mean().item()
+                for split in ("val", "test"):
+                    found = model(arrays[f"{split}_inputs"]).argmax(1)
+                    (found == arrays[f"{split}_labels"]).float().mean().item()
                 round_done()
     if processes > 1:
         dist.destroy_process_group()
@@ -107,6 +127,8 @@ def child(kind, processes, rounds, folder):
 
 def measure(kind, processes, rounds):
     with tempfile.TemporaryDirectory() as folder:
+        if kind == "bare":
+            write_inputs(os.path.join(folder, "store.npz"), rounds)
         done = run(python("processes.py", "--run", kind, processes, rounds, folder))
     assert len(done.ends) == rounds
     later = (done.ends[-1] - done.ends[0]) / (rounds - 1)
