@@ -512,6 +512,7 @@ def scaffold(
     population: int,
     server_lr: Rate = 1.0,
     weight_decay: float = 0.0,
+    momentum: float = 0.0,
     clip_norm: float | None = None,
     weights: dict[int, int] | None = None,
     data: dict[int, Batch] | None = None,
@@ -522,6 +523,8 @@ def scaffold(
 
     x_i <- x_i - eta (g - c_i + c);
     c_i+ = c_i - c + (x - x_i^{K_i}) / (sum of the etas really used);
+    with momentum, v <- mu v + g - c_i + c and x_i <- x_i - eta v, each gradient counts in that sum
+    as often as it moved x_i: at step k (from 1) of K, 1 + mu + ... + mu^{K-k} times;
     x <- x + server_lr sum_i w_i (x_i - x);  c <- c + (1/N) sum_{i in S} (c_i+ - c_i).
 
     c is never weighted: it stays the plain mean of all N clients' c_i (N = ``population``, the
@@ -535,11 +538,12 @@ def scaffold(
         x_i, c_new = {}, {}
         for i, batches in cohort.items():
             c_old = c_i.get(i, zeros(x))
-            y, sum_eta = copy(x), 0.0
-            for batch in batches:
+            y, v, sum_eta = copy(x), zeros(x), 0.0
+            for k, batch in enumerate(batches):
                 g = clip(add(subtract(gradient(y, batch), c_old), c), clip_norm)
-                y = add(y, add(g, y, weight_decay), -eta)
-                sum_eta += eta
+                v = add(add(g, y, weight_decay), v, momentum)
+                y = add(y, v, -eta)
+                sum_eta += eta * sum(momentum**j for j in range(len(batches) - k))
             x_i[i] = y
             c_new[i] = c_old
             if data is not None:

@@ -160,6 +160,12 @@ METHODS = {
         {"lr": 0.2, "population": 5, "weight_decay": 0.1},
         {"control_variates.c": "c"},
     ),
+    "scaffold-momentum": (
+        partial(Scaffold, 0.1, weight_decay=0.1, momentum=0.8),
+        reference.scaffold,
+        {"lr": 0.1, "population": 5, "weight_decay": 0.1, "momentum": 0.8},
+        {"control_variates.c": "c"},
+    ),
     "scaffold-option-i": (
         partial(Scaffold, 0.2, option="I", weight_decay=0.1),
         reference.scaffold,

@@ -6,7 +6,7 @@ import torch
 
 from ..clients import Tensors
 from .base import Algorithm, LocalRun, Mechanism, ServerRule, Upload
-from .local import TorchRule
+from .local import TorchRule, gradient_weights
 
 __all__ = ["FedNova", "NormalisedAveraging"]
 
@@ -29,17 +29,9 @@ class NormalisedAveraging(Mechanism):
         self.momentum = momentum
         self.nesterov = nesterov
 
-    def normaliser(self, steps: int) -> float:
-        """|a_i| after K_i steps."""
-        velocity = total = 0.0
-        for _ in range(steps):
-            velocity = self.momentum * velocity + 1
-            total += 1 + self.momentum * velocity if self.nesterov else velocity
-        return total
-
     def end(self, run: LocalRun) -> Upload:
         """D_i / |a_i| and |a_i|; the server derives both from D_i and K_i."""
-        norm = self.normaliser(run.steps)
+        norm = gradient_weights(run.steps, self.momentum, self.nesterov)
         scaled = list(torch._foreach_div(run.displacement(), norm))
         norms = run.x[0].new_full((len(run.clients),), norm)
         return Upload([*scaled, norms], sent=False)

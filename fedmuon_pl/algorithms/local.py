@@ -252,6 +252,19 @@ def _split(
     return [setting.names.index(n) for n in matrices], [setting.names.index(n) for n in rest]
 
 
+def gradient_weights(steps: int, momentum: float, nesterov: bool = False) -> float:
+    """|a|: what ``steps`` of SGD on a constant gradient of 1 move, in units of the rate.
+
+    The sum of the weights that each gradient has in the displacement: ``steps`` without momentum
+    (FedNova, arXiv 2007.07481, section 4).
+    """
+    velocity = total = 0.0
+    for _ in range(steps):
+        velocity = momentum * velocity + 1
+        total += 1 + momentum * velocity if nesterov else velocity
+    return total
+
+
 def is_ema(momentum_form: str) -> bool:
     """Whether momentum is an exponential moving average, (1 - beta) g + beta m, or g + beta m.
 

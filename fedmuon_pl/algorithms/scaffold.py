@@ -8,7 +8,7 @@ import torch
 from ..clients import Tensors, alike
 from ..errors import ConfigError
 from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
-from .local import TorchRule, not_negative, positive
+from .local import TorchRule, gradient_weights, not_negative, positive
 
 __all__ = ["ControlVariates", "Scaffold"]
 
@@ -19,7 +19,9 @@ class ControlVariates(Mechanism):
     Both start at zero. A local gradient g becomes ``g - c_i + c``. The client's new variate is, by
     option I, its gradient at x^r over its whole data; by option II, after K_i steps,
     ``c_i - c + (x^r - x_i^{K_i}) / sum_k eta_{i,k}``, with the steps and rates that the client
-    really used. The server adds ``(S/N) mean_{i in S} (c_i^+ - c_i)``, S of N clients,
+    really used. With local momentum the sum counts each gradient's weight in the displacement
+    (:func:`~fedmuon_pl.algorithms.local.gradient_weights`), so that c_i stays a mean of
+    gradients. The server adds ``(S/N) mean_{i in S} (c_i^+ - c_i)``, S of N clients,
     never weighted by size. Hence ``c = sum_i c_i / N`` at all times. Buffers and frozen parameters
     have no control variate.
 
@@ -27,6 +29,7 @@ class ControlVariates(Mechanism):
         option: ``"I"`` or ``"II"`` (equation 4).
         weight_decay: Coupled (L2), a part of f_i: option I adds it to the gradient at x^r, and in
             option II it is among the steps.
+        momentum: Of the local SGD.
 
     Raises:
         ValueError: For another option.
@@ -35,9 +38,11 @@ class ControlVariates(Mechanism):
     name = "control_variates"
     client_state = ("c_i",)
 
-    def __init__(self, option: Literal["I", "II"], weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, option: Literal["I", "II"], weight_decay: float = 0.0, momentum: float = 0.0
+    ) -> None:
         super().__init__()
-        self._weight_decay = weight_decay
+        self._weight_decay, self._momentum = weight_decay, momentum
         if option not in ("I", "II"):
             raise ValueError(f'option={option!r}: SCAFFOLD has the options "I" and "II"')
         self.full_gradient = "client" if option == "I" else None
@@ -76,6 +81,9 @@ class ControlVariates(Mechanism):
                 f"{min(run.lr)} in this round; use a schedule that stays positive, or option I"
             )
         change = run.direction()
+        if self._momentum != 0:
+            by = run.steps / gradient_weights(run.steps, self._momentum)
+            torch._foreach_mul_(change, by)
         torch._foreach_sub_(change, self.server_state["c"])
         return change
 
@@ -86,7 +94,7 @@ class ControlVariates(Mechanism):
 
 
 class Scaffold(Algorithm):
-    """SCAFFOLD with plain SGD (Karimireddy et al., arXiv 1910.06378, Algorithm 1).
+    """SCAFFOLD (Karimireddy et al., arXiv 1910.06378, Algorithm 1).
 
     Args:
         lr: Local learning rate eta_l.
@@ -95,6 +103,11 @@ class Scaffold(Algorithm):
             stable and costs as much as an epoch.
         server_lr: Global learning rate eta_g; 1 is plain averaging.
         weight_decay: Coupled (L2), a part of every client's loss.
+        momentum: Of the local SGD, in [0, 1), from zero in every round. The paper has none; others
+            compare with one (arXiv 2509.26337).
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(
@@ -103,8 +116,11 @@ class Scaffold(Algorithm):
         option: Literal["I", "II"] = "II",
         server_lr: float = 1.0,
         weight_decay: float = 0.0,
+        momentum: float = 0.0,
     ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: must be in [0, 1)")
         decay = not_negative("weight_decay", weight_decay)
-        rule = TorchRule(lr, partial(torch.optim.SGD, weight_decay=decay))
+        rule = TorchRule(lr, partial(torch.optim.SGD, momentum=momentum, weight_decay=decay))
         server = partial(torch.optim.SGD, lr=positive("server_lr", server_lr))
-        super().__init__(rule, [ControlVariates(option, decay)], server)
+        super().__init__(rule, [ControlVariates(option, decay, momentum)], server)
