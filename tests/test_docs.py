@@ -62,6 +62,76 @@ def test_the_methods_steps_have_length_lr() -> None:
             torch.testing.assert_close(g[client], old[client] / norm)
 
 
+def use(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / "use.md").read_text(), re.S)
+
+
+def test_the_flags_of_the_table_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (DOCS / "use.md").read_text().split("## An experiment")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    flags = [flag for cell in cells for flag in re.findall("`(.*?)`", cell)]
+    assert len(flags) == 17
+    # Loggers need their packages; half precision and several processes are tested elsewhere.
+    left_out = ("logger/", "precision", "devices")
+    words = [w for flag in flags if not any(o in flag for o in left_out) for w in flag.split()]
+    short = {"max_epochs=100": "max_epochs=1", "every_n_epoch=10": "every_n_epoch=1"}
+    for old, new in short.items():
+        words = [word.replace(old, new) for word in words]
+    words = [word.replace("at_once=8", "at_once=2") for word in words]  # of 20 * 0.1 clients
+    monkeypatch.chdir(tmp_path)
+    base = ["-c", "base", "-c", "experiment/digits", "-c", "algorithm/fedavg"]
+    assert main(["fit", *base, *words, "--trainer.enable_progress_bar=false"]) == 0
+    assert (tmp_path / "runs/digits/fedavg-s1/done").is_file()
+
+
+def test_an_own_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs/experiment").mkdir(parents=True)
+    (tmp_path / "configs/experiment/flowers.yaml").write_text(use("yaml")[0])
+    for part, number in (("train", 12), ("test", 3)):
+        for c, name in enumerate(("rose", "tulip")):
+            folder = tmp_path / "flowers" / part / name
+            folder.mkdir(parents=True)
+            for i in range(number):
+                Image.new("RGB", (20, 20), (200 * c, 20 * i, 0)).save(folder / f"{i}.png")
+    words = ["-c", "base", "-c", "experiment/flowers", "-c", "algorithm/fedmuon"]
+    assert main(["fit", *words, "--trainer.enable_progress_bar=false"]) == 0
+    assert (tmp_path / "runs/flowers/fedmuon-s0/done").is_file()
+
+
+def test_the_plans_that_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedmuon_pl.compare import plan_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs/plan").mkdir(parents=True)
+    _, grid, search = use("yaml")
+    every = set(plan_file._KEYS) - {"name", "tuned"}  # its name is the file's; tuned is an entry's
+    shown = [yaml.safe_load(text) for text in (grid, search)]
+    assert set().union(*shown) == every
+    for name, text, runs in (("grid", grid, 8), ("search", search, 0)):
+        (tmp_path / f"configs/plan/{name}.yaml").write_text(text)
+        plan = plan_file.load_plan(name)
+        assert len(plan.runs()) == runs
+    assert main(["sweep", "grid", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("start ") == 8
+
+
+def test_use_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text,) = use("python")
+    # Two rounds become one; the rest is as shown.
+    text = text.replace(
+        "max_epochs=2", "max_epochs=1, enable_progress_bar=False, accelerator='cpu'"
+    )
+    names: dict = {}
+    exec(text, names)
+    assert names["trainer"].callback_metrics["test/acc"] > 0.15
+
+
 def test_the_notebook_runs_and_shows_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
