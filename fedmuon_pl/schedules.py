@@ -37,6 +37,9 @@ class Cosine(Schedule):
 
     Args:
         final: The factor that round R would have, in [0, 1].
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     horizon = True
@@ -55,8 +58,11 @@ class StepDecay(Schedule):
     """Multiplies the learning rate by ``factor`` every ``every`` rounds.
 
     Args:
-        every: Rounds between two decays.
-        factor: What the rate is multiplied by.
+        every: Rounds between two decays, at least 1.
+        factor: What the rate is multiplied by, positive.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(self, every: int, factor: float = 0.5) -> None:

@@ -111,6 +111,9 @@ class Classification(Task):
         network: See :class:`Task`; maps inputs to logits ``(B, classes)``.
         num_classes: The number of classes.
         label_smoothing: Of the training loss, in [0, 1); evaluation does not smooth.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

@@ -67,6 +67,9 @@ class FedACG(Algorithm):
         lr: Local learning rate.
         lam: Momentum of the look-ahead.
         beta: Weight of the proximal term.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(self, lr: float, lam: float = 0.85, beta: float = 0.01) -> None:

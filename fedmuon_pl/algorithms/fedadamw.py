@@ -44,6 +44,9 @@ class FedAdamW(Algorithm):
         second_moment: ``"block_mean"``, the mean of each parameter's v, or ``"full"``.
         shrink_local: Whether the Adam direction has the weight 1 - alpha.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

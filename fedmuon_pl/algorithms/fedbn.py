@@ -122,6 +122,9 @@ class FedBN(Algorithm):
         optimizer: Any optimiser of ``torch.optim`` that needs no closure; ``lr`` sets its rate, and
             another one inside it is refused.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

@@ -61,6 +61,9 @@ class FedCM(Algorithm):
         weight_decay: Coupled (L2), added whole to the mixed direction, not weighed by alpha, as in
             the FedCM of FedMuon's code (github.com/junkangLiu0/FedMuon).
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

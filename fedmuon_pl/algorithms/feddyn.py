@@ -71,6 +71,9 @@ class FedDyn(Algorithm):
         lr: Local learning rate.
         alpha: Strength of the dynamic regularisation.
         weight_decay: Coupled (L2), a part of every client's loss.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(self, lr: float, alpha: float = 0.1, weight_decay: float = 0.0) -> None:

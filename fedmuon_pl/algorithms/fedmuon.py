@@ -187,6 +187,9 @@ class LocalMuon(FedMuon):
         rest_patterns: Names of matrices that belong to the rest.
         matrix_patterns: If there are any, only what matches one of these is a matrix.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

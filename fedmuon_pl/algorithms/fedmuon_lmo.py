@@ -95,6 +95,9 @@ class FedMuonLMO(Algorithm):
         ns_dtype: What the iteration is computed in; the weights' own if None.
         scale: Step scale of a matrix, ours; the paper has ``"none"``.
         rest_patterns: Names of matrices that are treated as vectors.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

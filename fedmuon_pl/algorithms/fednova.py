@@ -56,6 +56,9 @@ class FedNova(Algorithm):
         nesterov: Whether the local momentum is Nesterov's.
         weight_decay: Local L2 penalty, coupled.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

@@ -65,6 +65,9 @@ class FedAdam(Algorithm):
         tau: Degree of adaptivity.
         bias_correction: Whether to correct both moments as Adam does; the paper does not.
         optimizer: The clients' optimiser.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     _kind: Literal["adam", "yogi"] = "adam"
@@ -108,6 +111,9 @@ class FedAdagrad(Algorithm):
         beta1: Decay of the first moment; the paper's experiments have 0 here.
         tau: Degree of adaptivity.
         optimizer: The clients' optimiser.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

@@ -44,6 +44,9 @@ class FedPAC(Algorithm):
         alpha: Weight of the shared direction, in [0, 1).
         averaged: Names of the averaged states in the optimiser's state; none to start anew.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

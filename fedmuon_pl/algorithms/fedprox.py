@@ -35,6 +35,9 @@ class FedProx(Algorithm):
         mu: Weight of the proximal term; 0 is FedAvg.
         optimizer: The clients' optimiser.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

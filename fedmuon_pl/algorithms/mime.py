@@ -98,6 +98,9 @@ class Mime(Algorithm):
             which is what fedjax computes with its SGD.
         weight_decay: Coupled (L2), a part of the loss.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     _correct_gradients = True

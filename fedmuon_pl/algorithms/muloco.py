@@ -101,6 +101,9 @@ class MuLoCo(Algorithm):
         server_momentum: Outer momentum.
         server_nesterov: Whether the outer momentum is Nesterov's.
         keep_state: Whether clients keep the inner optimiser's state.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

@@ -136,6 +136,7 @@ class LocalRun:
         x: The clients' weights ``(C, *shape)``, changed in place by every step.
         lr: The learning rate eta of each parameter in this round, not yet scaled by (1 - alpha).
         members: The local optimisers.
+        client_axis: Whether the leaves of the optimisers have the client axis (C > 1).
         steps: Local steps done so far, K_i at the end; equal for the clients of a block.
         received: Bytes that the block's clients were sent beside x^r and the buffers.
         memory: For a mechanism to keep things from :meth:`Mechanism.begin` to

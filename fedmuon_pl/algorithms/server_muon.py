@@ -43,6 +43,9 @@ class ServerMuon(Algorithm):
         rest: The server's optimiser for tensors of fewer than two axes, such as AdamW; plain SGD
             at a rate of 1 averages them.
         optimizer: The clients' optimiser.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(

@@ -22,6 +22,9 @@ class LeNet(nn.Module):
         in_channels: Channels of the images.
         image_size: Height and width of the images, at least 12 and a multiple of 4.
         num_classes: Number of logits.
+
+    Raises:
+        ValueError: For another size of images.
     """
 
     def __init__(self, in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -> None:
