@@ -11,6 +11,7 @@ is a test.
 """
 
 import argparse
+import math
 import os
 import re
 import statistics
@@ -25,12 +26,13 @@ from measure import fit, markdown, options, python, report, round_done, run
 
 STEPS, COHORT, CLIENTS, BATCH, LR = 20, 10, 100, 50, 0.05
 CONTESTANTS = {
+    "import torch and Lightning": ("imports", 1),
     "bare loop, 1 process": ("bare", 1),
     "bare loop, 2 processes, gloo": ("bare", 2),
     "fedmuon fit, 1 process": ("fit", 1),
     "fedmuon fit, 2 processes": ("fit", 2),
 }
-BARE_1, BARE_2, FIT_1, FIT_2 = CONTESTANTS
+IMPORTS, BARE_1, BARE_2, FIT_1, FIT_2 = CONTESTANTS
 
 
 def write_inputs(path, rounds):
@@ -126,6 +128,9 @@ def child(kind, processes, rounds, folder):
 
 
 def measure(kind, processes, rounds):
+    if kind == "imports":
+        done = run([sys.executable, "-c", "import torch, pytorch_lightning"])
+        return done.seconds, math.nan, math.nan, done.peak
     with tempfile.TemporaryDirectory() as folder:
         if kind == "bare":
             write_inputs(os.path.join(folder, "store.npz"), rounds)
@@ -133,6 +138,10 @@ def measure(kind, processes, rounds):
     assert len(done.ends) == rounds
     later = (done.ends[-1] - done.ends[0]) / (rounds - 1)
     return done.seconds, done.ends[0], later, done.peak
+
+
+def cells(whole, first, later, peak):
+    return f"{whole:.1f}", f"{first:.1f}", f"{later:.3f}", f"{peak:.0f}"
 
 
 def main():
@@ -158,8 +167,8 @@ def main():
     table = markdown(
         heads,
         [
-            [name, f"{whole:.1f}", f"{first:.1f}", f"{later:.3f}", f"{peak:.0f}"]
-            for name, (whole, first, later, peak) in medians.items()
+            [name, *(cell.replace("nan", "-") for cell in cells(*median))]
+            for name, median in medians.items()
         ],
     )
     rows = {}
@@ -168,6 +177,8 @@ def main():
     for processes, fit_n, bare_n in ((1, FIT_1, BARE_1), (2, FIT_2, BARE_2)):
         if fit_n in medians:
             rows[f"first_{processes}"] = medians[fit_n][1]
+            if IMPORTS in medians:
+                rows[f"first_{processes}_imports"] = medians[fit_n][1] / medians[IMPORTS][0]
             if bare_n in medians:
                 rows[f"first_{processes}_bare"] = medians[fit_n][1] / medians[bare_n][1]
     if FIT_2 in medians:
