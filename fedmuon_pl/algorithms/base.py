@@ -182,6 +182,8 @@ class Algorithm:
         for (optimizer, _), groups in zip(members, options, strict=True):
             optimizer.state.clear()
             for group, as_built in zip(optimizer.param_groups, groups, strict=True):
+                for added in group.keys() - as_built.keys() - {"params"}:
+                    del group[added]
                 group.update(deepcopy(as_built))  # some count their steps there
         return members
 

@@ -158,9 +158,12 @@ def _section(
 ) -> _Section:
     """A case of the page, with every run of it that is finished, by this call or another one."""
     whole = _plan(reproduction, case, options, folder, whole=True)
-    finished = [r.folder for r in whole.runs(folder / case.name) if inspect(r)[0] == "finished"]
-    data, problems = read_runs(finished)
+    states = [(run, *inspect(run)) for run in whole.runs(folder / case.name)]
+    data, problems = read_runs(run.folder for run, state, _ in states if state == "finished")
     failed: dict[str, dict[int, str]] = {}
+    for run, state, why in states:
+        if state not in ("finished", "new"):
+            failed.setdefault(run.algorithm, {})[run.seed] = why or "it is to be gone on with"
     for outcome in outcomes:
         if outcome.status == "failed":
             failed.setdefault(outcome.run.algorithm, {})[outcome.run.seed] = outcome.reason
