@@ -483,6 +483,37 @@ def test_store_pending_is_given_up_or_committed(tmp_path):
     assert holds(store, {1: 0, 2: 1})
 
 
+def test_store_writes_as_it_is_given_and_leaves_nothing(tmp_path):
+    """Memory does not follow the cohort: the state lies on disk before the commit."""
+    store = ClientStore(tmp_path, LIKE)
+    for client in range(200):
+        store.put([client], values([client], 1))
+    assert holds(store, {0: 1, 199: 1})  # read back, and written on behind
+    store.put([7, 200], values([7, 200], 2))
+    (part,) = tmp_path.iterdir()
+    assert part.suffix == ".part"
+    assert len(store) == 0
+    store.commit(store.next_number())
+    assert holds(store, {0: 1, 7: 2, 8: 1, 200: 2})
+    assert [p.suffix for p in tmp_path.iterdir()] == [".bin"]
+    store.put([3], values([3], 3))
+    store.discard()
+    assert holds(store, {3: 1})
+    assert [p.suffix for p in tmp_path.iterdir()] == [".bin"]
+    # A kill leaves a part, which the next process removes.
+    (tmp_path / "0123.part").write_bytes(b"half")
+    again = ClientStore(tmp_path, LIKE)
+    again.load_state_dict(store.state_dict())
+    again.clear_parts()
+    assert [p.suffix for p in tmp_path.iterdir()] == [".bin"]
+    assert holds(again, {3: 1, 7: 2})
+    # An error in the middle of a round leaves none.
+    again.put([3], values([3], 5))
+    assert len(list(tmp_path.iterdir())) == 2
+    del again
+    assert [p.suffix for p in tmp_path.iterdir()] == [".bin"]
+
+
 def test_store_grows_with_who_took_part(tmp_path):
     store = ClientStore(tmp_path, LIKE)
     size = 6 * 4 + 4 + 2 * 2

@@ -37,6 +37,12 @@ class RunningMean:
         if key not in self._sums:
             self._sums[key] = [torch.zeros_like(t[0], dtype=torch.float64) for t in tensors]
             self._weights[key] = 0
+        if len(weights) > 1 and min(weights) > 0:  # in few calls; a 0 would let a NaN through
+            row = torch.tensor(weights, dtype=torch.float64, device=tensors[0].device)
+            for total, t in zip(self._sums[key], tensors, strict=True):
+                total.add_(torch.tensordot(row, t.to(torch.float64), 1))
+            self._weights[key] += sum(weights)
+            return
         for c, weight in enumerate(weights):
             if weight:
                 torch._foreach_add_(self._sums[key], [t[c] for t in tensors], alpha=weight)

@@ -185,6 +185,7 @@ class FederatedServer(Callback):
         if trainer.is_global_zero:
             nothing = trainer.fast_dev_run or not like  # type: ignore[attr-defined]
             store = ClientStore(None if nothing else state_folder(trainer, self._restored), like)
+            store.clear_parts()
         folder = trainer.strategy.broadcast(None if store is None else store.folder)
         if like and trainer.num_nodes > 1 and folder is not None:
             check_shared(folder, trainer.strategy)

@@ -5,12 +5,14 @@ import os
 import shutil
 import sys
 import tempfile
+import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -49,7 +51,11 @@ class ClientStore:
         self._size = sum(t.numel() * t.element_size() for v in like.values() for t in v)
         self._index: dict[int, tuple[int, int, int]] = {}
         """Client -> (file number, position in it, CRC-32)."""
-        self._pending: dict[int, bytes] = {}
+        self._part: IO[bytes] | None = None
+        """Where :meth:`put` writes until :meth:`commit` gives the file its name."""
+        self._rows = 0
+        self._pending: dict[int, tuple[int, int]] = {}
+        """What is new since the last commit: client -> (position in the part, CRC-32)."""
         self._freed: dict[int, set[int]] = {}
         """Positions that are holes already, by file."""
         self.fresh: list[tuple[int, int, int, int]] = []
@@ -76,7 +82,11 @@ class ClientStore:
 
     def _read(self, client: int) -> bytes:
         if client in self._pending:
-            return self._pending[client]
+            assert self._part is not None
+            self._part.seek(self._pending[client][0] * self._size)
+            row = self._part.read(self._size)
+            self._part.seek(0, os.SEEK_END)
+            return row
         if client not in self._index:
             return bytes(self._size)
         assert self.folder is not None
@@ -99,10 +109,18 @@ class ClientStore:
         return row
 
     def put(self, clients: Sequence[int], state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Keeps new state, each tensor ``(C, *shape)``, until :meth:`commit` writes it."""
+        """Writes new state, each tensor ``(C, *shape)``, which counts from :meth:`commit` on."""
+        if not self._like or self.folder is None:
+            return
+        if self._part is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._part = (self.folder / f"{uuid.uuid4().hex}.part").open("w+b")
         flat = [t.detach().cpu().contiguous() for name in self._like for t in state[name]]
         for c, client in enumerate(clients):
-            self._pending[client] = b"".join(_bytes(t[c]) for t in flat)
+            row = b"".join(_bytes(t[c]) for t in flat)
+            self._part.write(row)
+            self._pending[client] = self._rows, zlib.crc32(row)
+            self._rows += 1
 
     def next_number(self) -> int:
         """A number that no file has yet, nor a later one."""
@@ -110,28 +128,23 @@ class ClientStore:
         return max((_number(p) for p in files), default=-1) + 1
 
     def commit(self, number: int) -> None:
-        """Writes what :meth:`put` kept to one new file and moves the index.
+        """Makes what :meth:`put` wrote one new file and moves the index.
 
         Args:
             number: The file's, at least :meth:`next_number`; where several processes write, each
                 has numbers of its own.
         """
         self.fresh = []
-        if not self._pending or self.folder is None:
+        if self._part is None or self.folder is None or not self._pending:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / _name(number)
-        part = path.with_suffix(".part")
-        with part.open("wb") as f:
-            for row in self._pending.values():
-                f.write(row)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-        for position, (client, row) in enumerate(self._pending.items()):
-            self.fresh.append((client, number, position, zlib.crc32(row)))
+        with self._part as part:
+            part.flush()
+            os.fsync(part.fileno())
+        os.replace(part.name, self.folder / _name(number))
+        self._part = None
+        self.fresh = [(c, number, position, crc) for c, (position, crc) in self._pending.items()]
         self.adopt(self.fresh)
-        self._pending.clear()
+        self.discard()
 
     def adopt(self, entries: Iterable[tuple[int, int, int, int]]) -> None:
         """Moves the index to what a commit wrote, this process's or another's."""
@@ -142,8 +155,23 @@ class ClientStore:
         self._index = broadcast(self._index)
 
     def discard(self) -> None:
-        """Forgets what :meth:`put` kept since the last commit."""
+        """Forgets what :meth:`put` wrote since the last commit."""
         self._pending.clear()
+        self._rows = 0
+        if self._part is not None:
+            self._part.close()
+            Path(self._part.name).unlink(missing_ok=True)
+            self._part = None
+
+    def __del__(self) -> None:
+        """A run that ends in the middle of a round leaves no part of a file."""
+        with suppress(Exception):  # at the interpreter's end
+            self.discard()
+
+    def clear_parts(self) -> None:
+        """Removes what killed processes had begun to write; not while another one writes."""
+        for path in [] if self.folder is None else self.folder.glob("*.part"):
+            path.unlink()
 
     def state_dict(self) -> dict[str, Any]:
         """The index in plain values."""
@@ -171,7 +199,7 @@ class ClientStore:
             MissingClientState: If a file that the index needs is nowhere.
         """
         self._index = {c: (n, p, crc) for c, n, p, crc in state["index"].tolist()}
-        self._pending.clear()
+        self.discard()
         if not self._index or self.folder is None:
             return
         witnesses = {number: client for client, (number, *_) in self._index.items()}
