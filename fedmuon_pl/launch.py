@@ -30,7 +30,7 @@ from .hardware import cores
 if TYPE_CHECKING:
     from .parallel import ClientParallel
 
-__all__ = ["ForkLauncher"]
+__all__ = ["ForkLauncher", "end_openmp_threads"]
 
 _GRACE = 60.0
 """Seconds that the first process gets to notice by itself that another one is gone."""
@@ -103,7 +103,7 @@ class ForkLauncher(_Launcher):
         # Ports are chosen now, so that all agree.
         assert self._strategy.cluster_environment is not None
         _ = self._strategy.cluster_environment.main_port
-        _end_openmp_threads()
+        end_openmp_threads()
         gc.freeze()  # a collection would touch, and so copy, every shared page
         context = multiprocessing.get_context("fork")
         reports: dict[Connection, tuple[int, ForkProcess]] = {}
@@ -265,7 +265,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _end_openmp_threads() -> None:
+def end_openmp_threads() -> None:
     """Ends OpenMP's idle threads: in a fork GNU's runtime would wait for them for ever.
 
     They come back when they are needed (``omp_pause_resource_all``, OpenMP 5.0).

@@ -51,6 +51,7 @@ def forked(monkeypatch):
 
     names = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT, "Popen": ForkedRun}
     monkeypatch.setattr("fedmuon_pl.compare.execute.subprocess", SimpleNamespace(**names))
+    monkeypatch.setenv("FEDMUON_COLD_START", "1")
 
 
 @pytest.fixture(scope="session")

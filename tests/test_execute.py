@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from fedmuon_pl.compare import execute as execution
 from fedmuon_pl.compare import plan
 from fedmuon_pl.compare.execute import execute
 from fedmuon_pl.compare.inspection import inspect
+from fedmuon_pl.compare.plan_file import parse_plan
 from fedmuon_pl.compare.sweep_command import sweep_main
 from fedmuon_pl.hardware import gpus
 
@@ -431,3 +433,76 @@ def test_a_child_that_does_not_listen_is_killed(
     assert outcome.status == "stopped"
     assert 0.3 <= time.monotonic() - sent[0] < 10
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# -- forks of one process that has imported everything ------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every run is a new process")
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="not beside GPUs")
+def test_warm_runs_are_what_new_processes_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedmuon_pl.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from fedmuon_pl import FedAvg\n\n\nclass Mine(FedAvg):\n"
+        "    def __init__(self, lr: float):\n        super().__init__(lr)\n"
+        "        if lr == 7:\n            raise ValueError('seven is no rate')\n"
+    )
+    (tmp_path / "configs/algorithm").mkdir(parents=True)
+    (tmp_path / "configs/algorithm/mine.yaml").write_text(
+        "model:\n  algorithm:\n    class_path: mine.Mine\n    init_args: {lr: 0.1}\n"
+    )
+    lr = {"model.algorithm.init_args.lr": 7}
+    content = {
+        "name": "warm",
+        "experiments": ["digits"],
+        "algorithms": {"fedmuon": None, "mine": None, "bad": {"config": "mine", "set": lr}},
+        "seeds": [3],
+        "set": {"trainer.max_epochs": 2},
+    }
+    started: list[str] = []
+    original = execution.Starter.start
+
+    def start(self: execution.Starter, args: list[str], *rest: object) -> object:
+        started.append(args[0])
+        return original(self, args, *rest)
+
+    monkeypatch.setattr(execution.Starter, "start", start)
+    outcomes = {o.run.algorithm: o for o in execute(parse_plan(content), "runs", jobs=2)}
+    assert started == ["fit"] * 3
+    assert {name: o.status for name, o in outcomes.items()} == {
+        "fedmuon": "done", "mine": "done", "bad": "failed",
+    }  # fmt: skip
+    assert "seven is no rate" in outcomes["bad"].reason
+    records = json.loads((tmp_path / "runs/digits/fedmuon-s3/environment.json").read_text())
+    assert records[0]["command"][:2] == ["__main__.py", "fit"]
+    assert records[0]["planned"]["server.clients_per_round"] == 5
+    # The same in this process.
+    words = ["-c", "base", "-c", "experiment/digits", "-c", "algorithm/fedmuon"]
+    flags = ["--seed_everything=3", "--trainer.max_epochs=2", "--threads=1"]
+    assert main(["fit", *words, *flags, "--trainer.default_root_dir=here"]) == 0
+    warm, here = (
+        [
+            {k: v for k, v in row.items() if not k.startswith("time/")}
+            for row in rows_of(tmp_path / root / "digits/fedmuon-s3")
+        ]
+        for root in ("runs", "here")
+    )
+    assert warm == here
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every run is a new process")
+def test_the_process_that_starts_runs_can_be_lost(tmp_path: Path) -> None:
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    with (tmp_path / "log").open("ab") as log, execution.Starter({}) as starter:
+        run = starter.start(["--version"], log, env)
+        assert run.wait() == 0
+        assert re.fullmatch(r"\d+\.\d+\.\d+\n", (tmp_path / "log").read_text())
+        assert starter._process is not None
+        starter._process.kill()
+        starter._process.wait()
+        with pytest.raises(OSError, match=r"process that starts runs has ended|Broken pipe"):
+            starter.start(["--version"], log, env)

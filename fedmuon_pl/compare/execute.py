@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -26,9 +27,11 @@ from ..hardware import cores, gpus
 from .inspection import deciding, finished, inspect
 from .plan import Plan, Run
 from .runs import progress
+from .warm import Starter, WarmRun
 
 __all__ = ["Event", "Outcome", "execute"]
 
+_MODULE = (sys.executable, "-m", "fedmuon_pl")
 _THREADS = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -92,7 +95,13 @@ class _Child:
     """A run in progress: a process with a session of its own, its output going to the run's log."""
 
     def __init__(
-        self, run: Run, resume: bool, log: IO[bytes], threads: int, gpu: str | None
+        self,
+        run: Run,
+        resume: bool,
+        log: IO[bytes],
+        threads: int,
+        gpu: str | None,
+        starter: Starter | None,
     ) -> None:
         self.run = run
         self.gpu = gpu
@@ -103,20 +112,25 @@ class _Child:
         self._offset = log.tell()
         self._seen: tuple[int, int] | None = None
         self.state: tuple[int, float | None] = (0, None)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                **dict.fromkeys(_THREADS, str(threads)),
-                **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
-                PLANNED: json.dumps(deciding(run.settings), default=str),
-                "PYTHONUNBUFFERED": "1",  # or the log would end with old lines, not with the error
-            },
-            start_new_session=True,  # the terminal's Ctrl-C goes to us only, and we end it well
-        )
+        env = {
+            **os.environ,
+            **dict.fromkeys(_THREADS, str(threads)),
+            **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+            PLANNED: json.dumps(deciding(run.settings), default=str),
+            "PYTHONUNBUFFERED": "1",  # or the log would end with old lines, not with the error
+        }
+        self.process: subprocess.Popen[bytes] | WarmRun
+        if starter is not None:
+            self.process = starter.start(command[len(_MODULE) :], log, env)
+        else:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,  # the terminal's Ctrl-C goes to us only, and we end it well
+            )
 
     def advanced(self, tag: str) -> bool:
         """Whether ``metrics.csv`` says something new."""
@@ -138,7 +152,8 @@ class _Child:
 
     def outcome(self, stopping: bool) -> Outcome:
         """How the ended process left its run."""
-        code = self.process.returncode
+        code = self.process.poll()
+        assert code is not None
         if finished(self.run):
             return Outcome(self.run, "done")
         if stopping:
@@ -180,7 +195,7 @@ def _open_log(run: Run) -> IO[bytes] | None:
     return log
 
 
-def _start(run: Run, threads: int, gpu: str | None) -> _Child | Outcome:
+def _start(run: Run, threads: int, gpu: str | None, starter: Starter | None) -> _Child | Outcome:
     """Starts a run, or says why there is nothing to start."""
     try:
         log = _open_log(run)
@@ -194,7 +209,7 @@ def _start(run: Run, threads: int, gpu: str | None) -> _Child | Outcome:
                 return Outcome(run, "failed", reason)
             if state == "remains":
                 shutil.rmtree(run.folder)
-            return _Child(run, state == "resume", log, threads, gpu)
+            return _Child(run, state == "resume", log, threads, gpu, starter)
     except OSError as error:
         return Outcome(run, "failed", str(error))
 
@@ -206,6 +221,13 @@ def _several_devices(runs: Collection[Run]) -> bool:
         or run.settings.get("trainer.accelerator", "auto") not in ("auto", "gpu", "cuda")
         for run in runs
     )
+
+
+def _can_start_warm(runs: Collection[Run]) -> bool:
+    """Whether runs can be forks of one process; see :mod:`fedmuon_pl.compare.warm`."""
+    ours = all(run.command[: len(_MODULE)] == _MODULE for run in runs)
+    able = sys.platform == "linux" and not Path("/proc/driver/nvidia").exists()
+    return len(runs) > 1 and ours and able and os.environ.get("FEDMUON_COLD_START", "0") == "0"
 
 
 def execute(
@@ -240,7 +262,8 @@ def execute(
         PlanError: If the plan cannot be resolved, or has no run of a name; nothing was started.
     """
     runs = plan.runs(root, only)
-    devices = [] if _several_devices(runs) else gpus()
+    there = gpus()
+    devices = [] if _several_devices(runs) else there
     width = jobs or plan.jobs or len(devices) or max(1, cores() // plan.threads)
     tag = plan.choose.metric
     waiting = deque(runs)
@@ -254,12 +277,15 @@ def execute(
             state = progress(outcome.run.folder, tag)
             on_event(Event(outcome.status, outcome.run, *state, outcome.reason))
 
-    with _stop_signals() as stop:
+    warm = not there and _can_start_warm(runs)
+    threads = dict.fromkeys(_THREADS, str(plan.threads))
+    with _stop_signals() as stop, Starter(threads) as server:
         try:
             while active or (waiting and not stop.count):
                 while waiting and not stop.count and len(active) < width:
                     gpu = min(devices, key=[c.gpu for c in active].count, default=None)
-                    started = _start(waiting.popleft(), plan.threads, gpu)
+                    starter = server if warm else None
+                    started = _start(waiting.popleft(), plan.threads, gpu, starter)
                     if isinstance(started, Outcome):
                         end(started)
                     else:
