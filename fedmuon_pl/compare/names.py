@@ -12,6 +12,7 @@ NAMES = {
     "fedavg": "FedAvg",
     "fedavgm": "FedAvgM",
     "fedavg_momentum": "FedAvg (momentum)",
+    "scaffold_momentum": "SCAFFOLD (momentum)",
     "fedavg_adam": "FedAvg (Adam)",
     "fedprox": "FedProx",
     "fedbn": "FedBN",
