@@ -1,6 +1,7 @@
 """The command line's parser: short names of configurations, and one sentence for a mistake."""
 
 import difflib
+import inspect
 import re
 from typing import Any, NoReturn
 
@@ -77,7 +78,7 @@ def _named(text: str) -> str | None:
     if kind == "network":
         names = list(models.__all__)
     elif kind in _KINDS:
-        names = [c.__name__ for c in _subclasses(_KINDS[kind]) if c.__name__[0] != "_"]
+        names = [c.__name__ for c in _subclasses(_KINDS[kind]) if not inspect.isabstract(c)]
     else:
         return None
     return f"{key}={wrong[1]} is none of {', '.join(sorted(set(names)))}"

@@ -50,10 +50,11 @@ def start_and_stop(algorithm, root, *flags, round=STOP, blocks=2):
 
 
 def contents(folder):
+    """Of all files but those that a process is about to write."""
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
         for p in sorted(folder.rglob("*"))
-        if p.is_file()
+        if p.is_file() and p.suffix != ".part"
     }
 
 

@@ -24,8 +24,8 @@ class Setting:
 
     Attributes:
         names: Names of the trainable parameters.
-        x: The global parameters themselves, each of ``shape``: x^r until the server has stepped. At
-            the setup of a resumed run they are something else: use only shape, dtype and device.
+        x: The global parameters, each of ``shape``: x^r until the server has stepped, but something
+            else at the setup of a resumed run.
         population: N, the clients that can be sampled (those that have data).
         local_steps: K, if all clients make this number of steps in every round; None if theirs may
             differ.
@@ -318,10 +318,7 @@ class Mechanism:
         """Before the first local step of a block."""
 
     def correct(self, run: LocalRun, gradients: Tensors) -> None:
-        """Between backward and the local step; changes ``gradients``, ``(C, *shape)``, in place.
-
-        Their memory may have any layout (channels last): a reshaped gradient may be a copy.
-        """
+        """Before the local step; changes ``gradients``, ``(C, *shape)`` of any layout, in place."""
 
     def after_step(self, run: LocalRun) -> None:
         """After each local step; may change ``run.x`` in place."""
