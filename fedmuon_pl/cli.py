@@ -50,7 +50,7 @@ def main(args: list[str] | None = None) -> int:
 
         print(__version__)
         return 0
-    # Classes of the working folder can be named, as with `python -m fedmuon_pl` (and `python -P`).
+    # Classes of the working folder can be named, as with `python -m fedmuon_pl`; not under -P.
     if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     command, rest = args[0], args[1:]

@@ -4,7 +4,7 @@ import torch
 
 from ..clients import Tensors
 from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
-from .local import TorchRule, not_negative
+from .local import TorchRule, below_one, not_negative
 
 __all__ = ["AcceleratedStart", "FedACG"]
 
@@ -27,9 +27,7 @@ class AcceleratedStart(Mechanism):
 
     def __init__(self, lam: float, beta: float) -> None:
         super().__init__()
-        if not 0 <= lam < 1:
-            raise ValueError(f"lam={lam}: must be in [0, 1)")
-        self.lam = lam
+        self.lam = below_one("lam", lam)
         self.beta = not_negative("beta", beta)
 
     def setup(self, setting: Setting) -> None:

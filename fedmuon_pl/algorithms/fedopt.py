@@ -7,7 +7,7 @@ import torch
 
 from ..optim.adaptive import AdaptiveServer
 from .base import Algorithm
-from .local import OptimizerFactory, TorchRule, positive
+from .local import OptimizerFactory, TorchRule, below_one, positive
 
 __all__ = ["FedAdagrad", "FedAdam", "FedAvgM", "FedYogi"]
 
@@ -39,12 +39,10 @@ class FedAvgM(Algorithm):
         server_nesterov: bool = False,
         optimizer: OptimizerFactory = torch.optim.SGD,
     ) -> None:
-        if not 0 <= server_momentum < 1:
-            raise ValueError(f"server_momentum={server_momentum}: must be in [0, 1)")
         rule = partial(
             torch.optim.SGD,
             lr=positive("server_lr", server_lr),
-            momentum=server_momentum,
+            momentum=below_one("server_momentum", server_momentum),
             nesterov=server_nesterov,
         )
         super().__init__(TorchRule(lr, optimizer), server=rule)

@@ -287,6 +287,17 @@ def positive(name: str, value: float) -> float:
     return value
 
 
+def below_one(name: str, value: float) -> float:
+    """Returns the value.
+
+    Raises:
+        ValueError: If it is not in [0, 1).
+    """
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value}: must be in [0, 1)")
+    return value
+
+
 def not_negative(name: str, value: float) -> float:
     """Returns the value.
 

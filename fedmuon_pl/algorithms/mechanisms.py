@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..clients import Tensors, alike
 from .base import LocalRule, LocalRun, Mechanism, Setting, Upload
-from .local import MuonRule
+from .local import MuonRule, below_one
 
 __all__ = ["Alignment", "CachedAlignment", "StateAveraging"]
 
@@ -39,9 +39,7 @@ class Alignment(Mechanism):
         self, alpha: float, only_matrices_of: MuonRule | None = None, shrink: bool = True
     ) -> None:
         super().__init__()
-        if not 0 <= alpha < 1:
-            raise ValueError(f"alpha={alpha}: must be in [0, 1)")
-        self.alpha = alpha
+        self.alpha = below_one("alpha", alpha)
         self._only = only_matrices_of
         self._shrink = shrink
 

@@ -7,7 +7,7 @@ import torch
 
 from ..clients import Tensors
 from .base import Algorithm, LocalRun, Mechanism, ServerRule, Setting, Upload
-from .local import TorchRule, is_ema, not_negative
+from .local import TorchRule, below_one, is_ema, not_negative
 
 __all__ = ["Mime", "MimeLite"]
 
@@ -36,8 +36,7 @@ class GlobalMomentum(Mechanism):
         self, beta: float, ema: bool, weight_decay: float, correct_gradients: bool
     ) -> None:
         super().__init__()
-        if not 0 <= beta < 1:
-            raise ValueError(f"beta={beta}: must be in [0, 1)")
+        below_one("beta", beta)
         self.beta, self.weight_decay = beta, weight_decay
         self.fresh = 1 - beta if ema else 1.0
         # The correction needs the cohort's mean before the first local step.

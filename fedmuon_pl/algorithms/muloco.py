@@ -12,7 +12,7 @@ from ..optim.muon import Scale
 from ..optim.orthogonalize import Orthogonalizer
 from .base import Algorithm, LocalRun, Mechanism, Setting
 from .fedmuon import DType, Method
-from .local import MuonRule, positive
+from .local import MuonRule, below_one, positive
 
 __all__ = ["KeptState", "MuLoCo"]
 
@@ -127,8 +127,6 @@ class MuLoCo(Algorithm):
         server_nesterov: bool = True,
         keep_state: bool = True,
     ) -> None:
-        if not 0 <= server_momentum < 1:
-            raise ValueError(f"server_momentum={server_momentum}: must be in [0, 1)")
         rule = MuonRule(
             lr=lr,
             rest_lr=lr if rest_lr is None else rest_lr,
@@ -148,7 +146,7 @@ class MuLoCo(Algorithm):
         outer = partial(
             torch.optim.SGD,
             lr=positive("server_lr", server_lr),
-            momentum=server_momentum,
+            momentum=below_one("server_momentum", server_momentum),
             nesterov=server_nesterov,
         )
         super().__init__(rule, [KeptState(rule)] if keep_state else [], outer)

@@ -8,7 +8,7 @@ import torch
 from ..clients import Tensors, alike
 from ..errors import ConfigError
 from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
-from .local import TorchRule, gradient_weights, not_negative, positive
+from .local import TorchRule, below_one, gradient_weights, not_negative, positive
 
 __all__ = ["ControlVariates", "Scaffold"]
 
@@ -118,8 +118,7 @@ class Scaffold(Algorithm):
         weight_decay: float = 0.0,
         momentum: float = 0.0,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: must be in [0, 1)")
+        below_one("momentum", momentum)
         decay = not_negative("weight_decay", weight_decay)
         rule = TorchRule(lr, partial(torch.optim.SGD, momentum=momentum, weight_decay=decay))
         server = partial(torch.optim.SGD, lr=positive("server_lr", server_lr))
