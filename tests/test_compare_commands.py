@@ -278,6 +278,23 @@ def test_the_live_view_shows_what_runs(here: Path) -> None:
     assert "error: [no] memory" in text
 
 
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 3), (3600.0, 2)])
+def test_without_a_terminal_a_run_says_now_and_then_how_far_it_is(
+    here: Path, seconds: float, lines: int
+) -> None:
+    from rich.console import Console
+
+    (planned,) = make_plan(seeds=[0]).runs("runs")
+    written = io.StringIO()
+    with SweepView(Console(file=written, width=100), [planned], "val/acc", None, seconds) as view:
+        view(execution.Event("started", planned))
+        view(execution.Event("progress", planned, 2, 0.5))
+        view(execution.Event("done", planned, 4, 0.75))
+    shown = written.getvalue().splitlines()
+    assert len(shown) == lines
+    assert ("round 2/4  val/acc 0.5000" in written.getvalue()) == (seconds == 0)
+
+
 def test_starting_needs_neither_torch_nor_pandas_nor_matplotlib() -> None:
     code = (
         "import sys, fedmuon_pl.compare.sweep_command, fedmuon_pl.compare.compare_command\n"

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import sys
 from functools import partial
 from itertools import pairwise
 
@@ -49,12 +50,14 @@ from fedmuon_pl import (
     MuLoCo,
     Scaffold,
     ServerMuon,
+    training,
 )
 from fedmuon_pl.cli import main
 from fedmuon_pl.data.digits import SklearnDigits
 from fedmuon_pl.data.partition import DirichletByClass
 from fedmuon_pl.schedules import Cosine
 from fedmuon_pl.server.callback import FederatedServer
+from fedmuon_pl.server.progress import RoundProgressBar
 from fedmuon_pl.server.roundlog import MetricsFile, RoundLog, prune_events
 from fedmuon_pl.server.totals import RoundTotals
 
@@ -109,7 +112,8 @@ def test_every_tag_once_a_round_everywhere(algorithm, finished):
         assert row["fed/client_lr"] in (0.02, 0.1, 1.0)
 
 
-def test_the_bar_shows_what_is_logged(tmp_path, capsys):
+def test_the_bar_shows_what_is_logged(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     folder = fit("fedavg", tmp_path, "--trainer.enable_progress_bar", "true", rounds=3)
     out = capsys.readouterr().out
     accuracies = [f"{row['val/acc']:.4f}" for row in curves(folder)]
@@ -129,6 +133,22 @@ def test_the_bar_shows_what_is_logged(tmp_path, capsys):
         k: pytest.approx(first[k], rel=1e-7) for k in own
     }
     assert own.keys() >= EVALUATED
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.0, [1, 2, 3]), (3600.0, [1, 3])])
+def test_a_log_has_a_line_now_and_then_in_the_place_of_a_bar(
+    tmp_path, capsys, monkeypatch, seconds, said
+):
+    monkeypatch.setattr(training, "RoundProgressBar", partial(RoundProgressBar, seconds))
+    folder = fit("fedavg", tmp_path, "--trainer.enable_progress_bar", "true", rounds=3)
+    out = capsys.readouterr().out
+    ends = [
+        f"round {r}/3  {COHORT}/{COHORT} clients  val/acc {curves(folder)[r - 1]['val/acc']:.4f}"
+        for r in said
+    ]
+    assert [line for line in out.splitlines() if f"{COHORT}/{COHORT} clients" in line] == ends
+    assert "\r" not in out
+    assert "|" not in out.split("round 1/3")[1]
 
 
 # -- accuracy ---------------------------------------------------------------

@@ -125,6 +125,26 @@ def test_seeds_of_one_method_must_be_one_method(tmp_path: Path) -> None:
     assert note == f"toy, fedavg: its seeds differ in {LR}: 0.1 in seed 0; 0.5 in seed 1"
 
 
+@pytest.mark.parametrize(
+    ("owner", "there", "note"),
+    [
+        ("fedmuon_pl.Scaffold", 0.0, ""),  # its default
+        ("fedmuon_pl.Scaffold", 0.01, "0.0 in seed 0; 0.01 in seed 1"),
+        ("fedmuon_pl.Gone", 0.0, "(absent) in seed 0; 0.0 in seed 1"),
+        ("elsewhere.Scaffold", 0.0, "(absent) in seed 0; 0.0 in seed 1"),
+    ],
+)
+def test_an_argument_that_an_older_version_had_not_is_its_default(
+    tmp_path: Path, owner: str, there: float, note: str
+) -> None:
+    for seed, init_args in ((0, {"lr": 0.1}), (1, {"lr": 0.1, "weight_decay": there})):
+        algorithm = {"class_path": owner, "init_args": init_args}
+        write_run(tmp_path, "scaffold", seed, [0.1], config={"model.algorithm": algorithm})
+    key = "model.algorithm.init_args.weight_decay"
+    start = f"toy, scaffold: its seeds differ in {key}: "
+    assert fairness.differences(runs.read_runs([tmp_path])[0]) == [start + note] * bool(note)
+
+
 def test_progress_stands_a_file_that_is_being_written(tmp_path: Path) -> None:
     assert runs.progress(tmp_path) == (0, None)
     (tmp_path / "metrics.csv").write_text("round,val/acc,x\n0,0.5,1\n1,,1\n2,0.7")

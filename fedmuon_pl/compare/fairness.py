@@ -1,8 +1,10 @@
 """Whether runs may be compared, and what tells them apart."""
 
+import importlib
+import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .runs import RunData
@@ -25,13 +27,19 @@ _METHOD = re.compile(r"(^|\.)algorithm(\.|$)")
 _ABSENT = "(absent)"
 
 
-def _fair(config: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same for every method of a comparison, as text."""
+def _fair(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for every method of a comparison."""
     return {
-        key: json.dumps(value, default=str)
+        key: value
         for key, value in decisive(config).items()
         if _SECTIONS.search(key) and not _METHOD.search(key)
     }
+
+
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for every seed of a method."""
+    method = {key: value for key, value in config.items() if _METHOD.search(key)}
+    return {**_fair(config), **method}
 
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def conditions(run: RunData) -> str:
     """
     if not run.config:
         return ""
-    return json.dumps([len(run.metrics), _fair(run.config)], sort_keys=True)
+    return json.dumps([len(run.metrics), _fair(run.config)], sort_keys=True, default=str)
 
 
 def settings(runs: Sequence[RunData]) -> "pd.DataFrame":
@@ -93,14 +101,45 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _differing(runs: Mapping[str, Mapping[str, str]]) -> Iterable[tuple[str, str]]:
-    """Each key whose value is not the same everywhere, with who has what."""
-    for key in sorted({key for config in runs.values() for key in config}):
-        owners: dict[str, list[str]] = {}
-        for name, config in runs.items():
-            owners.setdefault(config.get(key, _ABSENT), []).append(name)
-        if len(owners) > 1:
-            yield key, "; ".join(f"{value} in {', '.join(who)}" for value, who in owners.items())
+def _default(config: Mapping[str, Any], key: str) -> str:
+    """What an argument is that this run's version of our class did not have yet: its default.
+
+    An argument that is added leaves by default everything as it was.
+    """
+    base, _, name = key.rpartition(".init_args.")
+    module, _, owner = str(config.get(f"{base}.class_path")).rpartition(".")
+    if module.partition(".")[0] != "fedmuon_pl":
+        return _ABSENT
+    try:
+        arguments = inspect.signature(getattr(importlib.import_module(module), owner)).parameters
+        default = arguments[name].default
+    except (ImportError, AttributeError, KeyError):
+        return _ABSENT
+    return _ABSENT if default is inspect.Parameter.empty else json.dumps(default, default=str)
+
+
+def _apart(values: Mapping[str, str]) -> str:
+    """Who has what, empty where all have the same."""
+    owners: dict[str, list[str]] = {}
+    for name, value in values.items():
+        owners.setdefault(value, []).append(name)
+    texts = [f"{value} in {', '.join(names)}" for value, names in owners.items()]
+    return "; ".join(texts) if len(texts) > 1 else ""
+
+
+def _differing(
+    runs: Mapping[str, RunData], wanted: Callable[[Mapping[str, Any]], Iterable[str]]
+) -> Iterable[tuple[str, str]]:
+    """Each wanted key of the configurations that is not the same in all, with who has what."""
+    for key in sorted({key for run in runs.values() for key in wanted(run.config)}):
+        values = {
+            name: json.dumps(run.config[key], default=str)
+            if key in run.config
+            else _default(run.config, key)
+            for name, run in runs.items()
+        }
+        if who := _apart(values):
+            yield key, who
 
 
 def differences(runs: Sequence[RunData]) -> list[str]:
@@ -117,35 +156,26 @@ def differences(runs: Sequence[RunData]) -> list[str]:
             for name in dict.fromkeys(run.method for run in members)
         }
         for name, own in methods.items():
-            configs = {
-                f"seed {run.seed}": {
-                    **_fair(run.config),
-                    **{k: json.dumps(v, default=str) for k, v in run.config.items()
-                       if _METHOD.search(k)},
-                }
-                for run in own
-                if run.config
-            }  # fmt: skip
+            known = {f"seed {run.seed}": run for run in own if run.config}
             notes += [
                 f"{experiment}, {name}: its seeds differ in {key}: {who}"
-                for key, who in _differing(configs)
+                for key, who in _differing(known, _own)
             ]
-        firsts = {name: _fair(own[0].config) for name, own in methods.items() if own[0].config}
+        firsts = {name: own[0] for name, own in methods.items() if own[0].config}
         notes += [
             f"{experiment}: not the same data, cohort or budget, {key}: {who}"
-            for key, who in _differing(firsts)
+            for key, who in _differing(firsts, _fair)
         ]
         notes += [
             f"{experiment}: {run.folder} has no config.yaml to tell whether it compares"
             for run in members
             if not run.config
         ]
-        seeds = {n: {"seeds": str(sorted(r.seed for r in own))} for n, own in methods.items()}
-        notes += [f"{experiment}: not the same seeds: {who}" for _, who in _differing(seeds)]
-        lengths = {
-            n: {"rounds": str(max(len(r.metrics) for r in own))} for n, own in methods.items()
-        }
-        notes += [f"{experiment}: not the same rounds: {who}" for _, who in _differing(lengths)]
+        seeds = {name: str(sorted(run.seed for run in own)) for name, own in methods.items()}
+        lengths = {n: str(max(len(run.metrics) for run in own)) for n, own in methods.items()}
+        for what, values in (("seeds", seeds), ("rounds", lengths)):
+            if who := _apart(values):
+                notes.append(f"{experiment}: not the same {what}: {who}")
         parents = sorted({str(run.folder.parent) for run in members})
         if len(parents) > 1:
             notes.append(f"{experiment}: its runs come from several folders: {', '.join(parents)}")

@@ -16,6 +16,7 @@ __all__ = ["SweepView", "duration", "show_failures"]
 
 _MARKS = {
     "started": ("▸", "cyan"),
+    "progress": ("▸", "cyan"),
     "done": ("✓", "green"),
     "skipped": ("✓", "dim"),
     "failed": ("✗", "red"),
@@ -24,10 +25,18 @@ _MARKS = {
 
 
 class SweepView:
-    """Shows a sweep: a line for each run that starts or ends, and in a terminal those that run."""
+    """Shows a sweep: a line for each run that starts or ends, and in a terminal those that run.
+
+    Where there is no terminal, a run says every ``seconds`` how far it is.
+    """
 
     def __init__(
-        self, console: Console, runs: Sequence[Run], tag: str, total: int | None = None
+        self,
+        console: Console,
+        runs: Sequence[Run],
+        tag: str,
+        total: int | None = None,
+        seconds: float = 60.0,
     ) -> None:
         self._console, self._tag = console, tag
         self._total = len(runs) if total is None else total
@@ -35,6 +44,8 @@ class SweepView:
         self._width = 0
         self._running: dict[str, Event] = {}
         self._since: dict[str, float] = {}
+        self._said: dict[str, float] = {}
+        self._seconds = seconds
         self._rounds: dict[str, int] = {}  # still to do
         self._planned: dict[str, int] = {}
         self._trained = 0
@@ -83,19 +94,24 @@ class SweepView:
             self._rounds[name] = 0
             self._ended += 1
             self._failed += event.kind == "failed"
-        if event.kind in ("progress", "stopping") or (
-            event.kind == "started" and self._live is not None
-        ):
+        if not self._worth_a_line(event):
             return
+        self._said[name] = time.monotonic()
         mark, style = _MARKS[event.kind]
         line = Text.assemble((mark, style), " ", *self._words(event))
-        if event.kind in ("done", "stopped"):
+        if event.kind in ("progress", "done", "stopped"):
             line.append(f"  {duration(time.monotonic() - self._since[name])}")
         if event.kind == "skipped":
             line.append("  already finished", "dim")
         if event.reason:
             line.append(f"  {event.reason}", "red")
         self._console.print(line, soft_wrap=True)
+
+    def _worth_a_line(self, event: Event) -> bool:
+        if event.kind == "progress":
+            last = self._said.get(event.run.name, 0.0)
+            return self._live is None and time.monotonic() - last >= self._seconds
+        return event.kind != "stopping" and (event.kind != "started" or self._live is None)
 
     def _words(self, event: Event) -> list[str]:
         words = [event.run.name.ljust(self._width)]
