@@ -50,6 +50,10 @@ def test_a_colour_belongs_to_a_name() -> None:
     assert style.method_style("fedmuon") == ("#D55E00", "-")
     assert style.method_style("mine") == style.method_style("mine")
     assert style.method_style("mine")[1] != "-"
+    for variant, method in (("fedavg_adam", "fedavg"), ("local_muon_x_y", "local_muon")):
+        assert style.method_style(variant)[0] == style.method_style(method)[0]
+        assert style.method_style(variant)[1] != "-"
+    assert style.method_style("fedmuon_lmo")[0] != style.method_style("fedmuon")[0]
     many = [f"method{i}" for i in range(12)]
     styles = style.distinct_styles(many)
     assert len({repr(look) for look in styles.values()}) == len(many)

@@ -24,6 +24,7 @@ _COLOURS = {
     "fedcm": _BLACK,
     "fedadamw": _GREY,
 }
+_OWN: dict[str, tuple[str, Any]] = {"fedmuon_lmo": (_SKY, "-.")}  # a method, not a variant
 _PALETTE = (_VERMILLION, _ORANGE, _BLUE, _GREEN, _PURPLE, _SKY, _GREY, _BLACK)
 _DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1)))
 
@@ -31,13 +32,21 @@ _DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1)
 def method_style(method: str) -> tuple[str, Any]:
     """A method's colour and line style, a function of its name alone.
 
-    The known methods have fixed colours and solid lines; another one's come from a hash of its name
-    and its line is dashed, so that it cannot be taken for a known one.
+    The known methods have fixed colours and solid lines. Another one's line is dashed, so that it
+    cannot be taken for a known one; its colour is that of the method of which it is a variant
+    (``fedavg_momentum``), or comes from a hash of its name.
     """
     if method in _COLOURS:
         return _COLOURS[method], "-"
+    if method in _OWN:
+        return _OWN[method]
     number = zlib.crc32(method.encode())
     colour = _PALETTE[number % len(_PALETTE)]
+    family = method
+    while family := family.rpartition("_")[0]:
+        if family in _COLOURS:
+            colour = _COLOURS[family]
+            break
     return colour, _DASHES[number // len(_PALETTE) % len(_DASHES)]
 
 
