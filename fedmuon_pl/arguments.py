@@ -65,10 +65,13 @@ class Parser(LightningArgumentParser):
 
 
 def _named(text: str) -> str | None:
-    """Of a class that there is not: which there are; of an argument that a class has not: that."""
+    """Of a class that there is not, which there are; of an argument too many or too few, which."""
     refused = re.search(r"class_path '(\S+)': Option '(\w+)' is not accepted", text)
     if refused:
         return f"{refused[1].rpartition('.')[2]} has no argument {refused[2]}"
+    missing = re.search(r"class_path '(\S+)': the following arguments are required: ([\w.]+)", text)
+    if missing:
+        return f"{missing[1].rpartition('.')[2]} needs the argument {missing[2]}"
     wrong = re.search(r"dot import path string: (\S+)", text)
     if wrong is None:
         return None

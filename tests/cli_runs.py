@@ -131,6 +131,13 @@ def trainer_of(args):
     return made[0].trainer
 
 
+def evaluate(command, folder, name, *flags):
+    """Evaluates a checkpoint anew, through the command line."""
+    algorithm, root = folder.name.rsplit("-s", 1)[0], folder.parents[1]
+    trainer = trainer_of(arguments(command, algorithm, root, "--ckpt_path", name, *flags))
+    return {k: float(v) for k, v in trainer.callback_metrics.items()}
+
+
 def straight_and_stopped(algorithm, root):
     """A whole run, and what its root held in the middle of round STOP: what a kill leaves.
 

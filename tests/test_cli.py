@@ -46,6 +46,7 @@ BAD = {
         "no option --model.local_stepz; did you mean --model.local_steps?",
     ),
     "misspelt argument": (["--model.algorithm.init_args.lrr=3"], "FedAvg has no argument lrr"),
+    "missing argument": (["--data=Npz"], "fedmuon: Npz needs the argument path"),
     "unknown algorithm": (
         ["--model.algorithm=FedFoo"],
         "model.algorithm=FedFoo is none of FedACG, FedAdagrad, FedAdam, FedAdamW, FedAvg, ",

@@ -19,6 +19,7 @@ from cli_runs import (
     ROUNDS,
     STEPS,
     arguments,
+    evaluate,
     events,
     fit,
     load,
@@ -77,13 +78,6 @@ def curves(folder):
     """``metrics.csv`` as numbers; an empty cell is None."""
     table = rows(folder, times=True)
     return [{k: float(v) if v else None for k, v in row.items()} for row in table]
-
-
-def evaluate(command, folder, name, *flags):
-    """Evaluates a checkpoint anew, through the command line."""
-    algorithm, root = folder.name.rsplit("-s", 1)[0], folder.parents[1]
-    trainer = trainer_of(arguments(command, algorithm, root, "--ckpt_path", name, *flags))
-    return {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
 # -- tags and curves ---------------------------------------------------------------

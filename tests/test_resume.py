@@ -415,7 +415,11 @@ def test_a_run_is_not_overwritten(finished, tmp_path, capsys):
 
 # -- per-client state ---------------------------------------------------------------
 
-LIKE = {"a": [torch.zeros(3, 2), torch.zeros(())], "b": [torch.zeros(2, dtype=torch.bfloat16)]}
+LIKE = {
+    "a": [torch.zeros(3, 2), torch.zeros(())],
+    "b": [torch.zeros(3, dtype=torch.bfloat16)],
+    "c": [torch.zeros(2, dtype=torch.float64)],  # where its size does not divide its place
+}
 CPU = torch.device("cpu")
 
 
@@ -452,6 +456,25 @@ def test_store_starts_at_zero_and_keeps_dtypes(tmp_path):
     assert both["b"][0].dtype == torch.bfloat16
     assert both["a"][1].tolist() == [301.0, 0.0, 305.0]
     assert holds(store, {1: 3, 5: 3})
+
+
+@pytest.mark.parametrize("clients", [[4], [4, 2]])
+def test_store_takes_any_layout(tmp_path, clients):
+    n = len(clients)
+    like = {"m": [torch.zeros(2, 3, 4, 4), torch.zeros(2)], "k": [torch.zeros(())]}
+    images = torch.randn(n * 2, 3, 4, 4).to(memory_format=torch.channels_last)
+    state = {
+        "m": [images.view(n, 2, 3, 4, 4), torch.randn(2, n).T],
+        "k": [torch.tensor(3.0).expand(n)],
+    }
+    store = ClientStore(tmp_path, like)
+    store.put(clients, state)
+    store.commit(store.next_number())
+    assert difference(state, store.load(clients, CPU)) is None
+    loaded = store.load(clients, CPU)  # may be changed in place
+    loaded["m"][0].zero_()
+    assert difference(state["m"][1], loaded["m"][1]) is None
+    assert difference(state, store.load(clients, CPU)) is None
 
 
 def test_store_without_state_writes_nothing(tmp_path):
@@ -517,7 +540,7 @@ def test_store_writes_as_it_is_given_and_leaves_nothing(tmp_path):
 
 def test_store_grows_with_who_took_part(tmp_path):
     store = ClientStore(tmp_path, LIKE)
-    size = 6 * 4 + 4 + 2 * 2
+    size = 6 * 4 + 4 + 3 * 2 + 2 * 8
     put(store, [10**9, 3], 0)
     assert len(store) == 2
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) == 2 * size

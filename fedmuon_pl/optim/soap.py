@@ -262,7 +262,9 @@ def power_step(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         basis: Q, ``(..., n, n)``.
     """
     finite, p = _guard(gram)
-    q = torch.where(finite, basis.to(p.dtype), torch.eye(p.shape[-1]).to(p))
+    q = torch.where(
+        finite, basis.to(p.dtype), torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+    )
     order = (q * (p @ q)).sum(-2).argsort(dim=-1, descending=True, stable=True)
     q = q.gather(-1, order.unsqueeze(-2).expand_as(q))
     q = torch.linalg.qr(p @ q).Q
@@ -273,4 +275,4 @@ def _guard(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Which matrices are finite, and all of them in LAPACK's dtypes, identities for the others."""
     finite = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     p = gram if gram.dtype in (torch.float32, torch.float64) else gram.float()
-    return finite, torch.where(finite, p, torch.eye(p.shape[-1]).to(p))
+    return finite, torch.where(finite, p, torch.eye(p.shape[-1], dtype=p.dtype, device=p.device))

@@ -50,8 +50,14 @@ class RoundDiagnostics:
         self.rows: list[tuple[int, float, float, float]] = []
         """Of each client: weight, loss, squared norm, cosine."""
 
-    def measure(self, displacement: Tensors, losses: Tensor) -> Measured:
-        """Measures a block: displacements ``(C, *shape)``, losses ``(K, C)``."""
+    def measure(self, displacement: Tensors, losses: Tensor, sound: Tensor) -> Measured:
+        """Measures a block, and waits for a GPU once.
+
+        Args:
+            displacement: Each ``(C, *shape)``.
+            losses: ``(K, C)``.
+            sound: Whether all else that a client sends is finite, ``(C,)``.
+        """
         rows = [t.unsqueeze(1).flatten(1) for t in displacement]  # a parameter may be a scalar
         # In float64: drift is a small difference of large squares.
         wide = {"dim": 1, "dtype": torch.float64}
@@ -62,9 +68,9 @@ class RoundDiagnostics:
         scale = mine.sqrt() * torch.linalg.vector_norm(other)
         cosine = torch.where(scale > 0, dots.double().sum(0) / scale.clamp(min=1e-300), 0.0)
         mean = losses.double().mean(0)
-        table = torch.stack([mean, mine, cosine]).cpu()
-        finite = (table[0].isfinite() & table[1].isfinite()).tolist()
-        return Measured(finite, *table.tolist())
+        finite = mean.isfinite() & mine.isfinite() & sound
+        table = torch.stack([finite.to(mean), mean, mine, cosine]).tolist()
+        return Measured([flag > 0 for flag in table[0]], *table[1:])
 
     def add(self, measured: Measured, weights: Sequence[int]) -> None:
         """Adds a block; clients of weight 0 are left out."""
@@ -81,9 +87,11 @@ class RoundDiagnostics:
             before: x^r.
             after: x^{r+1}.
         """
-        squared = sum(float(m.square().sum()) for m in mean)
-        moved = torch._foreach_norm(torch._foreach_sub(after, before))
+        moved = torch.stack(list(torch._foreach_norm(torch._foreach_sub(after, before))))
         shapes = [orthogonality(m) for m in mean if m.ndim >= 2]
+        figures = [torch.stack([m.square().sum() for m in mean]).sum(), moved.norm()]
+        figures += [torch.stack(shapes).mean()] if shapes else []
+        squared, update, *shape = torch.stack([f.double() for f in figures]).tolist()
         for previous, m in zip(self._previous, mean, strict=True):
             previous.copy_(m)
         total = sum(w for w, *_ in self.rows)
@@ -93,9 +101,9 @@ class RoundDiagnostics:
         return {
             "train/loss": loss,
             "fed/client_drift": max(squares - squared, 0.0) ** 0.5,
-            "fed/update_norm": float(torch.stack(list(moved)).norm()),
+            "fed/update_norm": update,
             "fed/alignment": cosine,
-            "fed/orthogonality": sum(shapes) / len(shapes) if shapes else 0.0,
+            "fed/orthogonality": shape[0] if shape else 0.0,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +116,7 @@ class RoundDiagnostics:
             mine.copy_(theirs)
 
 
-def orthogonality(update: Tensor) -> float:
+def orthogonality(update: Tensor) -> Tensor:
     """How equal the singular values s of a matrix are: (sum s^2)^2 / (rank_max sum s^4).
 
     1 for a multiple of a (semi-)orthogonal matrix, 1 / min(rows, cols) for rank one, 0 for zero.
@@ -118,7 +126,7 @@ def orthogonality(update: Tensor) -> float:
     if m.shape[0] > m.shape[1]:
         m = m.T
     peak = m.abs().max()
-    if peak == 0:
-        return 0.0
-    gram = (m / peak) @ (m / peak).T
-    return float(gram.trace().square() / (m.shape[0] * gram.square().sum()))
+    m = m / torch.where(peak > 0, peak, 1.0)
+    gram = m @ m.T
+    squares = m.shape[0] * gram.square().sum()
+    return gram.trace().square() / torch.where(peak > 0, squares, 1.0)

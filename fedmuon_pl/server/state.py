@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,16 +67,18 @@ class ClientStore:
 
     def load(self, clients: Sequence[int], device: torch.device) -> dict[str, Tensors]:
         """The clients' state, each tensor ``(C, *shape)``; zeros for a client that has none."""
-        rows = [self._read(c) for c in clients]
-        out: dict[str, Tensors] = {}
+        out: dict[str, Tensors] = {name: [] for name in self._like}
+        if not self._size:
+            return out
+        rows = bytearray().join(self._read(c) for c in clients)
+        table = torch.frombuffer(rows, dtype=torch.uint8).to(device).view(len(clients), self._size)
         start = 0
         for name, specs in self._like.items():
-            out[name] = []
             for shape, dtype in specs:
                 count = shape.numel() * dtype.itemsize
-                piece = b"".join(row[start : start + count] for row in rows)
-                flat = torch.frombuffer(bytearray(piece), dtype=dtype)
-                out[name].append(flat.view(len(clients), *shape).to(device))
+                piece = table[:, start : start + count]
+                aligned = piece.contiguous() if start % dtype.itemsize == 0 else piece.clone()
+                out[name].append(aligned.view(-1).view(dtype).view(len(clients), *shape))
                 start += count
         return out
 
@@ -110,14 +112,18 @@ class ClientStore:
 
     def put(self, clients: Sequence[int], state: Mapping[str, Sequence[Tensor]]) -> None:
         """Writes new state, each tensor ``(C, *shape)``, which counts from :meth:`commit` on."""
-        if not self._like or self.folder is None:
+        if not self._size or self.folder is None:
             return
         if self._part is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._part = (self.folder / f"{uuid.uuid4().hex}.part").open("w+b")
-        flat = [t.detach().cpu().contiguous() for name in self._like for t in state[name]]
+        # One copy, so that a GPU is waited for once.
+        flat = [t.detach().reshape(len(clients), -1) for name in self._like for t in state[name]]
+        joined = [torch.cat([*run], 1) for _, run in groupby(flat, key=lambda t: t.dtype)]
+        parts = [part.view(torch.uint8) for part in joined]
+        table = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).cpu().numpy()
         for c, client in enumerate(clients):
-            row = b"".join(_bytes(t[c]) for t in flat)
+            row = table[c].tobytes()
             self._part.write(row)
             self._pending[client] = self._rows, zlib.crc32(row)
             self._rows += 1
@@ -295,7 +301,3 @@ def _name(number: int) -> str:
 
 def _number(path: Path) -> int:
     return int(path.stem)
-
-
-def _bytes(t: Tensor) -> bytes:
-    return t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -112,11 +112,11 @@ class RoundTotals:
                 and the policy is to stop.
         """
         displacement = run.displacement()
-        measured = self.diagnostics.measure(displacement, losses)
-        sound = self._sound(buffers, uploads, len(run.clients))
+        sound = self._sound(buffers, uploads, losses)
+        measured = self.diagnostics.measure(displacement, losses, sound)
         weights = [self._weight(c) for c in run.clients]
         for c, client in enumerate(run.clients):
-            if not (measured.finite[c] and sound[c]):
+            if not measured.finite[c]:
                 self._refuse(run, client, losses[:, c])
                 weights[c] = 0
         ones = [int(w > 0) for w in weights]
@@ -139,12 +139,13 @@ class RoundTotals:
         self.accepted += len(accepted)
 
     def _sound(
-        self, buffers: Mapping[str, Tensor], uploads: Mapping[str, Upload], clients: int
-    ) -> list[bool]:
-        """Whether what each client sends is finite, beside its weights.
+        self, buffers: Mapping[str, Tensor], uploads: Mapping[str, Upload], losses: Tensor
+    ) -> Tensor:
+        """Whether what each client sends is finite, beside its weights, ``(C,)``.
 
         Float buffers only where the global model's are.
         """
+        clients = losses.shape[1]
         found = [
             t.reshape(clients, -1).isfinite().all(1)
             for upload in uploads.values()
@@ -155,9 +156,8 @@ class RoundTotals:
             ours = torch.cat([self.buffers[n].flatten() for n in self._floats])
             found.append((theirs.isfinite() | ~ours.isfinite()).all(1))
         if not found:
-            return [True] * clients
-        sound: list[bool] = torch.stack(found).all(0).tolist()
-        return sound
+            return torch.ones_like(losses[0], dtype=torch.bool)
+        return torch.stack(found).all(0)
 
     def _refuse(self, run: LocalRun, client: int, losses: Tensor) -> None:
         bad = (~losses.isfinite()).nonzero()
