@@ -142,18 +142,28 @@ class _Everywhere(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+def _is_the_gpu(word):
+    return isinstance(word, str | torch.device) and torch.device(word).type == "cuda"
+
+
 class _FromPython(TorchFunctionMode):
     """What torch would do in C++ by itself, where it knows of no pretended GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
-        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):
-            return args[0].to(args[1].device, args[1].dtype)
+        if func is torch.Tensor.cuda:
+            return args[0].to(DEVICE)
+        if func is torch.Tensor.to:
+            words = [DEVICE if _is_the_gpu(word) else word for word in args[1:]]
+            if words and isinstance(words[0], torch.Tensor):
+                words[:1] = words[0].device, words[0].dtype
+            if _is_the_gpu(device):
+                kwargs["device"] = DEVICE
+            return func(args[0], *words, **kwargs)
         if func not in (torch.tensor, torch.as_tensor, torch.asarray) or device is None:
             return func(*args, **kwargs)
-        made = func(*args, **{**kwargs, "device": None})
-        return made.to(device)
+        return func(*args, **{**kwargs, "device": None}).to(device)
 
 
 @contextmanager
@@ -189,12 +199,13 @@ def pretended_gpu():
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
         "get_device_name": lambda device=None: "a pretended GPU",
+        "is_bf16_supported": lambda: True,
         "get_device_capability": lambda device=None: (8, 0),
         "mem_get_info": lambda device=None: (2**34, 2**34),
         "memory_reserved": lambda device=None: 0,
         "memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": nothing,
-        "max_memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 2**20,
         "device": lambda device: ExitStack(),
     }
     with ExitStack() as stack:

@@ -91,6 +91,21 @@ def test_gpu_script_and_its_rows_in_the_table(bench, tmp_path):
             assert rows[row.what][3] == ("gpu" if measured else "-")
 
 
+def test_gpu_script_where_there_is_one(tmp_path):
+    code = (
+        "import gpu, pretended_gpu\n"  # whose peak is 1 MiB, whatever runs
+        "with pretended_gpu.pretended_gpu():\n"
+        "    gpu.main()\n"
+    )
+    path = os.pathsep.join(map(str, (BENCHMARKS, Path(__file__).parent, BENCHMARKS.parent)))
+    out = tmp_path / "gpu.json"
+    command(sys.executable, "-c", code, "--toy", "--run-json", out, PYTHONPATH=path)
+    result = json.loads(out.read_text())
+    assert result["machine"].startswith("a pretended GPU")
+    assert all(ratio > 0 for ratio in result["rows"].values())
+    assert result["rows"]["gpu_memory"] == 1
+
+
 def test_state_on_disk_is_that_of_the_clients_that_took_part(tmp_path):
     out = tmp_path / "rows.json"
     words = ("--toy", "--json", out, "--only", "SCAFFOLD, 100,000 clients")
