@@ -45,9 +45,8 @@ def estimate(
     Counted are the local steps, the orthogonalisation of those that do it, the evaluations on
     validation and test images, and five seconds for the start of each run; not passes over a
     client's whole data (Mime), nor that runs side by side slow each other, nor what a GPU gains by
-    clients side by side. Disk: two
-    checkpoints a run, and the files of client state for the methods that keep one
-    (:func:`client_states`).
+    clients side by side. Disk: two checkpoints a run, and the files of client state for the methods
+    that keep one (:func:`client_states`).
 
     Args:
         runs: Of one network, with the same ``batch_size`` and with ``local_steps``; rounds that are
