@@ -74,7 +74,8 @@ reproduce-%: $(VENV)/.installed ## A published table, ours beside theirs: cifar1
 	$(BIN)/fedmuon reproduce $* --root $(RUNS)/reproduce --data $(DATA) \
 	  $(if $(DIR),--case $(addprefix dir,$(DIR))) $(if $(filter-out file,$(origin SEEDS)),--seed $(SEEDS)) \
 	  $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(GPUS),--jobs $(GPUS)) \
-	  $(if $(call on,$(SMOKE)),--smoke) $(if $(call on,$(PARITY)),--parity) $(if $(OUT),-o $(OUT))
+	  $(if $(call on,$(SMOKE)),--smoke) $(if $(call on,$(PARITY)),--parity) \
+	  $(if $(call on,$(DOWNLOAD)),--download) $(if $(OUT),-o $(OUT))
 
 bench: $(VENV)/.installed ## Measure the table of ratios of benchmarks/RESULTS.md: make bench ONLY=population REPEAT=3
 	$(BIN)/python benchmarks/run_all.py $(if $(ONLY),--only '$(ONLY)') $(if $(REPEAT),--repeat $(REPEAT))

@@ -1,5 +1,6 @@
 """Reproductions: what they check, how long they say they take, and the table at their end."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,9 @@ import yaml
 
 from fedmuon_pl import CIFAR100, IID, FashionMNIST, TinyImageNet
 from fedmuon_pl.cli import main
-from fedmuon_pl.compare.cost import estimate
+from fedmuon_pl.compare import reproduce_command
+from fedmuon_pl.compare.cost import estimate, estimate_apart
+from fedmuon_pl.compare.execute import Outcome
 from fedmuon_pl.compare.reproduction import beside, build, load_reproduction
 from fedmuon_pl.compare.runs import RunData
 from fedmuon_pl.data.generate import GENERATORS, generate
@@ -63,6 +66,11 @@ def test_a_full_target_is_as_published(name):
             {"a": {"experiment": "fashion_lmo", "published": {"fedmuon": "90"}}},
             r"fedmuon should be \[mean, spread\] in percent, not 90",
         ),
+        (
+            "cases",
+            {"a": {"experiment": "fashion_lmo", "notes": {"fedprox": "x"}}},
+            "case a has a note on fedprox, which the plan does not run",
+        ),
         ("cases", {}, "cases should not be empty"),
         ("sauce", "", "unknown key 'sauce'; allowed are title, source"),
         ("notes", {"fedprox": "x"}, "a note on fedprox, which the plan does not run"),
@@ -105,8 +113,8 @@ def written_run(folder, method, seed, rate, acc):
 
 
 def test_a_table_says_what_failed_and_what_differs(tmp_path):
-    reproduction = load_reproduction("lmo")
-    case = reproduction.cases[0]
+    reproduction = dataclasses.replace(load_reproduction("lmo"), unlike=["scaffold"])
+    case, other = reproduction.cases
     runs = [
         written_run(tmp_path, "fedavg_momentum", 0, 0.1, 0.87),
         written_run(tmp_path, "fedavg_momentum", 1, 0.1, 0.89),
@@ -130,6 +138,10 @@ def test_a_table_says_what_failed_and_what_differs(tmp_path):
     assert f"FedMuon-LMO, seed 1, did not finish: {nan}" in notes
     assert sum("FedAvg (Adam), seed" in note for note in notes) == 2
     assert any(note.startswith("SCAFFOLD: ours takes plain SGD steps") for note in notes)
+    # Some of it in one column only.
+    there = "SCAFFOLD: the published number is of SCAFFOLD with Adam"
+    assert there in notes
+    assert there not in beside(reproduction, other, runs)[1]
     # Shorter runs are not compared.
     grid, _ = beside(reproduction, case, runs, failed, "Shorter.")
     assert grid.heads == heads[:-1]
@@ -207,6 +219,21 @@ def test_the_whole_path_at_toy_size(tmp_path, capsys, monkeypatch, forked):
     # One column and one method: what was finished before stays on the page.
     assert main([*words, "--only", "fedmuon", "--case", "dir10"]) == 0
     assert (tmp_path / "out" / "lmo-smoke.md").read_text() == page
+    # So does a seed that only another call had, and a stopped call writes what there is.
+    one = [*words, "--only", "fedmuon", "--case", "dir10"]
+    assert main([*one, "--seed", "7"]) == 0
+    more = (tmp_path / "out" / "lmo-smoke.md").read_text()
+    assert re.search(r"\| FedMuon +\| +0.0032 \| +2 \|", more)
+    assert main(one) == 0
+    assert (tmp_path / "out" / "lmo-smoke.md").read_text() == more
+    monkeypatch.setattr(
+        reproduce_command,
+        "execute",
+        lambda plan, root, *_: [Outcome(run, "waiting") for run in plan.runs(root)],
+    )
+    (tmp_path / "out" / "lmo-smoke.md").unlink()
+    assert main(words) == 130
+    assert (tmp_path / "out" / "lmo-smoke.md").read_text() == more
 
 
 def test_data_that_are_missing_are_said_once_and_nothing_starts(tmp_path, capsys, monkeypatch):
@@ -215,7 +242,24 @@ def test_data_that_are_missing_are_said_once_and_nothing_starts(tmp_path, capsys
     said = capsys.readouterr().err
     assert re.search("reproduction cifar100-resnet18: .*nowhere.*cifar-100-python", said), said
     assert said.count("\n") == 1
+    assert "or add --download (make: DOWNLOAD=1)" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_data_are_fetched_before_anything_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def fetch(*args, **kwargs):
+        asked.append(kwargs["download"])
+        raise OSError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR100", fetch)
+    assert main(["reproduce", "cifar100-resnet18", "--download", "--data", "x"]) == 2
+    assert asked == [True]
+    assert "CIFAR100 could not be fetched: no network" in capsys.readouterr().err
+    assert main(["reproduce", "tiny-imagenet-swin", "--download"]) == 2
+    assert "its data cannot be fetched" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -264,6 +308,15 @@ def test_the_estimate_counts_what_is_left(tmp_path):
     (run.folder / "metrics.csv").write_text("round,val/acc\n" + rows)
     left = cost(seeds=[0], entries=[entries["scaffold"]])
     assert left.seconds == pytest.approx(10_000 * left.step + rest(left, 25))
+
+
+def test_a_gpu_is_left_to_the_runs_after_the_estimate(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # not so in the other process
+    reproduction = load_reproduction("mini")
+    runs = reproduction.case_plan(reproduction.cases[0], seeds=[0]).runs(tmp_path)
+    cost = estimate_apart(runs[:1], reproduction.input_shape, 10, 1)
+    assert cost.device == "cpu"
+    assert cost.seconds > 0
 
 
 @pytest.mark.parametrize(

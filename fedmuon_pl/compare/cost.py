@@ -3,14 +3,17 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
 
 from ..errors import ConfigError
 from .plan import Run
 from .reproduction import build
 from .runs import progress
 
-__all__ = ["Cost", "client_states", "estimate"]
+__all__ = ["Cost", "client_states", "estimate", "estimate_apart"]
 
 _REPEATS = 3
 _START = 5.0  # seconds from the command to the first round, with one of two slow cores
@@ -115,6 +118,16 @@ def estimate(
             clients = int(run.settings["data.init_args.clients"])
             size += kept[run.method] * client_states(clients, cohort, run.rounds or 1) * 4 * weights
     return Cost(seconds, size, one, more, forward, str(device))
+
+
+def estimate_apart(*args: Any) -> Cost:  # noqa: ANN401
+    """:func:`estimate`; where there is a GPU in a process that ends, and leaves it to the runs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return estimate(*args)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(estimate, *args).result()
 
 
 def client_states(clients: int, cohort: int, rounds: int) -> int:

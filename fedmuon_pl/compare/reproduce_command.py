@@ -19,7 +19,7 @@ from ..hardware import gpus
 from . import render
 from .comparison import compare_runs
 from .console import CommandParser, guarded, parsed, positive, terminal, write
-from .cost import estimate
+from .cost import estimate_apart
 from .execute import Outcome, execute
 from .inspection import inspect
 from .plan import Plan, Run
@@ -65,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--root", metavar="DIR", help="for the runs (default: runs/reproduce)")
     parser.add_argument("--data", metavar="DIR", help="where the data are (default: data)")
     parser.add_argument(
+        "--download", action="store_true", help="fetch the data first, where they are missing"
+    )
+    parser.add_argument(
         "--jobs", type=positive, metavar="N", help="runs at a time (default: cores, or GPUs)"
     )
     parser.add_argument(
@@ -109,9 +112,9 @@ def _reproduce(options: argparse.Namespace) -> int:
     runs = [run for case, plan in plans.items() for run in plan.runs(folder / case.name)]
     if options.smoke:
         _generate(runs, folder)
-    _check_data(reproduction, plans)
+    _check_data(reproduction, plans, options.download)
     test_samples = 200 if options.smoke else reproduction.test_samples
-    cost = estimate(runs, reproduction.input_shape, test_samples, reproduction.plan.threads)
+    cost = estimate_apart(runs, reproduction.input_shape, test_samples, reproduction.plan.threads)
     jobs = options.jobs or next(iter(plans.values())).jobs
     if jobs is None and cost.device == "cuda" and not gpus():  # torch sees one, we do not
         jobs = 1
@@ -122,6 +125,10 @@ def _reproduce(options: argparse.Namespace) -> int:
         f"in {folder}.",
         soft_wrap=True,
     )
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    if cost.bytes > free:
+        console.print(f"Only {free / 1e9:.1f} GB are free there.", soft_wrap=True)
+    stopped = False
     outcomes: list[Outcome] = []
     sections: dict[str, _Section] = {}
     output = Path(options.output) if options.output else folder / "results"
@@ -129,23 +136,23 @@ def _reproduce(options: argparse.Namespace) -> int:
         with SweepView(console, plan.runs(folder / case.name), plan.choose.metric) as view:
             done = execute(plan, folder / case.name, jobs, view)
         outcomes += done
-        if any(outcome.status in ("stopped", "waiting") for outcome in done):
+        if stopped := any(outcome.status in ("stopped", "waiting") for outcome in done):
             console.print("Stopped; the same command goes on.")
-            return 130
+            break
         section = _section(reproduction, case, options, folder, output, done)
         console.print()
         console.print(render.to_rich(section.grid))
         for note in section.notes:
             console.print(f"- {note}", soft_wrap=True)
         sections[case.name] = section
-    for case in reproduction.cases:  # what earlier calls have finished stays on the page
-        if case not in plans:
+    for case in reproduction.cases:  # and what earlier calls have finished, or a stopped one
+        if case.name not in sections:
             sections[case.name] = _section(reproduction, case, options, folder, output, [])
     page = [sections[case.name] for case in reproduction.cases if sections[case.name].finished]
     if page:
         _write(reproduction, page, output, options)
         console.print(f"Tables and curves: {output}", soft_wrap=True)
-    return show_failures(console, outcomes)
+    return 130 if stopped else show_failures(console, outcomes)
 
 
 def _section(
@@ -210,11 +217,12 @@ def _plan(
     """The case's plan as the command line wants it, or with all its methods and seeds."""
     settings: dict[str, Any] = dict(reproduction.parity) if options.parity else {}
     asked, all_seeds = options.seed or [], list(reproduction.plan.seeds)
-    seeds = list(dict.fromkeys([*all_seeds, *asked] if whole else asked or all_seeds))
+    there = _seeds(folder / case.name / case.experiment) if whole else []
+    seeds = list(dict.fromkeys([*all_seeds, *asked, *there] if whole else asked or all_seeds))
     if options.data:
         settings["data.init_args.root"] = options.data
     if options.smoke:
-        seeds = (asked or all_seeds)[:1]
+        seeds = list(dict.fromkeys([*(asked or all_seeds)[:1], *there]))
         settings |= {**reproduction.smoke, "data.init_args.root": str(folder / "data")}
     entries = reproduction.plan.entries
     if options.only and not whole:
@@ -231,6 +239,12 @@ def _plan(
     )
 
 
+def _seeds(folder: Path) -> list[int]:
+    """The seeds of the runs that lie there, also of other calls."""
+    found = {path.name.rpartition("-s")[2] for path in folder.glob("*-s*")}
+    return sorted(int(seed) for seed in found if seed.isdecimal())
+
+
 def _generate(runs: Sequence[Run], folder: Path) -> None:
     """Writes small files for the data module of the runs."""
     from ..data.generate import generate
@@ -239,7 +253,9 @@ def _generate(runs: Sequence[Run], folder: Path) -> None:
         generate(kind, folder / "data")
 
 
-def _check_data(reproduction: Reproduction, plans: Mapping[Case, Plan]) -> None:
+def _check_data(
+    reproduction: Reproduction, plans: Mapping[Case, Plan], download: bool = False
+) -> None:
     """Loads what the runs will load: what is missing is said once, and not by every run.
 
     Raises:
@@ -248,11 +264,16 @@ def _check_data(reproduction: Reproduction, plans: Mapping[Case, Plan]) -> None:
     from ..arguments import root_cause
 
     for case, plan in plans.items():
-        settings = plan.runs(case.name)[0].settings
+        settings = dict(plan.runs(case.name)[0].settings)
+        if download and "data.init_args.download" not in settings:
+            raise ConfigError(f"reproduction {reproduction.name}: its data cannot be fetched")
+        if download:
+            settings["data.init_args.download"] = True
         try:
             build("data", settings).setup()
         except ValueError as e:
-            said = e if isinstance(e, ConfigError) else root_cause(e)
+            said = str(e if isinstance(e, ConfigError) else root_cause(e))
+            said = said.replace("set data.download=true", "add --download (make: DOWNLOAD=1)")
             raise ConfigError(f"reproduction {reproduction.name}: {said}") from e
 
 

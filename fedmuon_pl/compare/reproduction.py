@@ -36,12 +36,14 @@ class Case:
         set: What it sets in every run, by dotted key.
         published: Percent by the plan's label of the method; a range stands as its middle and half
             its width.
+        notes: By the plan's label of a method, what is to be said in this column only.
     """
 
     name: str
     experiment: str
     set: Mapping[str, Any]
     published: Mapping[str, Published]
+    notes: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,11 @@ def load_reproduction(name: str | Path) -> Reproduction:
     plan = parse_plan({"name": path.stem, "experiments": [cases[0].experiment], **content["plan"]})
     labels = {entry.label for entry in plan.entries}
     for case in cases:
-        unknown = sorted(set(case.published) - labels)
-        if unknown:
-            raise ConfigError(f"{where}: case {case.name} has a number for {unknown[0]}, which "
-                              f"the plan does not run")  # fmt: skip
+        for said, about in (("number for", set(case.published)), ("note on", set(case.notes))):
+            unknown = sorted(about - labels)
+            if unknown:
+                raise ConfigError(f"{where}: case {case.name} has a {said} {unknown[0]}, which "
+                                  f"the plan does not run")  # fmt: skip
     notes, comparable = content.get("notes") or {}, content.get("comparable", True)
     against, unlike = content.get("against"), content.get("unlike") or []
     for what, named in (("a note on", notes), ("unlike:", unlike), ("against:", [against])):
@@ -207,7 +210,8 @@ def _case(where: str, name: str, content: Mapping[str, Any]) -> Case:
         published[label] = (float(pair[0]), None if pair[1] is None else float(pair[1]))
     if "experiment" not in content:
         raise ConfigError(f"{where}: experiment is missing")
-    return Case(name, content["experiment"], flatten(content.get("set") or {}), published)
+    notes = {label: str(note) for label, note in (content.get("notes") or {}).items()}
+    return Case(name, content["experiment"], flatten(content.get("set") or {}), published, notes)
 
 
 def build(what: str, settings: Mapping[str, Any], device: str = "cpu") -> Any:  # noqa: ANN401
@@ -297,8 +301,9 @@ def beside(
             untuned.append(display_name(label))
         for seed, reason in lost.get(label, {}).items():
             notes.append(f"{display_name(label)}, seed {seed}, did not finish: {reason}")
-        if label in reproduction.notes:
-            notes.append(f"{display_name(label)}: {reproduction.notes[label]}")
+        for known in (reproduction.notes, case.notes):
+            if label in known:
+                notes.append(f"{display_name(label)}: {known[label]}")
     if untuned:
         notes.append(
             f"not in the published table, and at one rate, not tuned: {', '.join(untuned)}"
