@@ -1,16 +1,25 @@
 """Channels last and gathering change the speed and nothing else."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from federation import ClientLists, federate
 from torch import nn
 
-from fedmuon_pl import FedAvg, FedMuon, Scaffold
+from fedmuon_pl import FedAvg, FedMuon, FedPAC, MuLoCo, Scaffold
 from fedmuon_pl.clients import ClientStack, convolution_kernels
 
 CONVOLUTION = {"FedAvg": lambda: FedAvg(0.1), "FedMuon": lambda: FedMuon(0.05)}
 CONVOLUTION["SCAFFOLD"] = lambda: Scaffold(0.1)
+CONVOLUTION["Adam"] = lambda: FedAvg(0.01, torch.optim.Adam)
+MOMENTS = {"optimizer": torch.optim.AdamW, "averaged": ("exp_avg", "exp_avg_sq"), "alpha": 0.5}
+CONVOLUTION["FedPAC, torch's AdamW"] = lambda: FedPAC(0.01, **MOMENTS)
+CONVOLUTION["MuLoCo"] = lambda: MuLoCo(0.01, keep_state=True)
+# Its kernel reads the memory of weights, gradients and moments side by side.
+FUSED = partial(torch.optim.Adam, lr=0.1, fused=True)
+CONVOLUTION["fused server"] = lambda: FedAvg(0.1, server=FUSED)
 
 
 def make_data(clients=4, channels=3, samples=8):

@@ -197,7 +197,9 @@ class LocalRun:
                 value = value.expand((*axis, *value.shape))
             elif not self.client_axis:
                 value = value[0]
-            optimizer.state[leaf][key] = value.clone()
+            # In the leaf's own layout: torch's fused kernels walk the memory of both.
+            like = leaf if value.shape == leaf.shape else value
+            optimizer.state[leaf][key] = torch.empty_like(like, dtype=value.dtype).copy_(value)
 
     def get_state(self, key: str, indices: Sequence[int]) -> Tensors:
         """Reads optimiser state as ``(C, *any)`` views; weight-like zeros where there is none."""

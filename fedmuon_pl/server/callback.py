@@ -268,7 +268,7 @@ class FederatedServer(Callback):
         before = [x.clone() for x in self.plan.x0]
         direction = module.algorithm.aggregate(means, totals.accepted, self.plan.lr_factor)
         for p, d in zip(self._server_params, direction, strict=True):
-            p.grad = -d.to(p.dtype)
+            p.grad = torch.empty_like(p).copy_(d).neg_()
         optimizer: Any = module.optimizers()
         optimizer.step()
         for p in self._server_params:
