@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .clients import (
     ClientStack,
+    Forward,
     channels_last_fault,
     convolution_kernels,
     nbytes,
@@ -29,6 +31,7 @@ __all__ = [
     "enough_memory",
     "even_blocks",
     "free_memory",
+    "gpu_settings",
     "seed_forward",
 ]
 
@@ -86,8 +89,13 @@ def clients_at_once(module: "FederatedModule", device: torch.device) -> int:
     if asked == 1 or cohort == 1 or (asked == "auto" and device.type == "cpu"):
         return 1
     fault: str | None
+
+    def loss(network: Forward, batch: Any) -> Tensor:  # noqa: ANN401
+        with module.trainer.precision_plugin.forward_context():
+            return module.task.loss(network, batch)
+
     if module.algorithm.local.elementwise:
-        fault = side_by_side_fault(module.network, module.task.loss, _few_samples(module, 2))
+        fault = side_by_side_fault(module.network, loss, _few_samples(module, 2))
     else:
         fault = "the local optimiser couples the elements of a tensor"
     if asked != "auto":
@@ -100,7 +108,14 @@ def clients_at_once(module: "FederatedModule", device: torch.device) -> int:
     if before.get("device") == device.type and before.get("clients_at_once", cohort + 1) <= cohort:
         return int(before["clients_at_once"])  # the free memory may differ, results should not
     free = free_memory(device)
-    return cohort if free is None else even_blocks(cohort, free // client_memory(module))
+    if free is None:
+        return cohort
+    fits = even_blocks(cohort, free // client_memory(module))
+    if module.trainer.world_size == 1:
+        return fits
+    least = torch.tensor(fits, device=device)  # the same on every GPU, the fullest one too
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
 
 
 def even_blocks(cohort: int, most: int) -> int:
@@ -159,7 +174,10 @@ def enough_memory(clients: int) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as e:
+    except RuntimeError as e:
+        # The second is what cuDNN and cuBLAS say.
+        if not isinstance(e, torch.OutOfMemoryError) and "ALLOC_FAILED" not in str(e):
+            raise
         fewer = (
             f"set model.clients_at_once={clients // 2}" if clients > 1 else "lower data.batch_size"
         )
@@ -167,6 +185,18 @@ def enough_memory(clients: int) -> Iterator[None]:
             f"out of memory with {clients} client{'s' * (clients > 1)} side by side; {fewer} "
             "(the run can be resumed so)"
         ) from e
+
+
+def gpu_settings(device: torch.device) -> dict[str, Any]:
+    """What may change the last bits of a result on a GPU; nothing elsewhere."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn": [torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark],
+    }
 
 
 def channels_last(module: "FederatedModule", x: Tensor, at_once: int) -> bool:

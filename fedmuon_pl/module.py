@@ -181,6 +181,7 @@ class FederatedModule(LightningModule):
             "threads": torch.get_num_threads(),
             "device": self.device.type,
             "torch": str(torch.__version__),
+            **engine.gpu_settings(self.device),
         }
 
     def describe(self) -> dict[str, Any]:
@@ -205,7 +206,8 @@ class FederatedModule(LightningModule):
         plan = self.server.plan or self.server.open_round(self.trainer, self)
         with autocast_off(self.device.type), random_state_kept(self.device):
             if self.algorithm.asks_for("cohort"):
-                self._at_start.cohort(plan)
+                with engine.enough_memory(self._at_once):
+                    self._at_start.cohort(plan)
             work = {c: self._batches(plan, c) for c in plan.share}
             for clients, batches in engine.blocks(work, self._at_once):
                 with engine.enough_memory(len(clients)):

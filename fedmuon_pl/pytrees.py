@@ -1,13 +1,15 @@
-"""Nested values: batches, which are pytrees of tensors, and arguments as plain values."""
+"""Values: batches, which are pytrees of tensors; arguments as plain values; arrays on a device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["map_tensors", "plain"]
+__all__ = ["map_tensors", "plain", "sent"]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:  # noqa: ANN401
@@ -35,3 +37,9 @@ def plain(value: Any) -> Any:  # noqa: ANN401
         return value.describe()
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def sent(array: Tensor | npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array, there; a GPU gets it from pinned memory, so that nobody waits for its work."""
+    t = array if isinstance(array, Tensor) else torch.from_numpy(array)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .clients import ClientStack, Tensors, random_state_kept
 from .engine import blocks, seed_forward
+from .pytrees import sent
 from .seeding import derive
 from .server.callback import RoundPlan
 
@@ -47,7 +49,7 @@ class StartGradients:
         """Each client's gradient over its whole data, ``(C, *shape)``, in the order of clients."""
         parts = list(self._by_block(plan, clients))
         found = [c for block, _ in parts for c in block]
-        order = torch.tensor([found.index(c) for c in clients])
+        order = sent(torch.tensor([found.index(c) for c in clients]), self._module.device)
         return [torch.cat(g)[order] for g in zip(*(g for _, g in parts), strict=True)]
 
     def _by_block(self, plan: RoundPlan, clients: list[int]) -> Iterator[tuple[list[int], Tensors]]:
@@ -66,8 +68,8 @@ class StartGradients:
             seed_forward(derive(seed, "full_gradient", plan.round, *block), module.device)
             total = sum(map(len, batches[0]))
             for step in zip(*batches, strict=True):
-                indices = torch.stack([torch.from_numpy(samples) for samples in step])
-                loss = module.losses(stack, data.gather(indices.to(module.device)))
+                indices = sent(np.stack(step), module.device)
+                loss = module.losses(stack, data.gather(indices))
                 (loss.sum() * (len(step[0]) / total)).backward()  # type: ignore[no-untyped-call]
             yield block, [g.detach().clone() for g in stack.gradients()]
 

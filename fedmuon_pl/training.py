@@ -24,6 +24,7 @@ from .data import catalogue  # noqa: F401
 from .data.datamodule import FederatedDataModule
 from .environment import record_start
 from .errors import ConfigError, FedMuonError
+from .hardware import cores
 from .module import FederatedModule
 from .parallel import ClientParallel, processes_of_launcher, processes_threads
 from .server.callback import FederatedServer
@@ -162,6 +163,9 @@ class FederatedCLI(LightningCLI):
         elif given is None and trainer.accelerator in ("cuda", "gpu"):
             launched = processes_of_launcher()
             trainer.devices = launched[2] if launched else torch.cuda.device_count()
+        if not on_cpu and config.threads is None and str(trainer.devices).isdigit():
+            share = max(1, cores() // max(1, int(trainer.devices)))
+            config.threads = min(torch.get_num_threads(), share)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         config.threads = torch.get_num_threads()

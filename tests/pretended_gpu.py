@@ -1,8 +1,10 @@
 """A GPU for machines without one: CPU tensors that say they are on it, and nothing may mix the two.
 
 What would raise on a GPU raises here (two devices in one operation, ``numpy()`` of a tensor that is
-there), and what would wait for it is counted: values that Python reads, copies to the CPU, shapes
-that depend on values. Not pretended: other numbers (TF32, autocast), streams, its memory.
+there), and what would wait for it is counted: values that Python reads, copies to the CPU, and from
+it where its memory is not pinned, shapes that depend on values, decompositions that check whether
+they converged. Not pretended: its numbers (TF32, autocast), kernels, random streams, memory, nor,
+under ``vmap``, what a network makes without saying where.
 """
 
 from collections import Counter
@@ -19,8 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
-# Operations that take tensors of both.
-_CROSSING = {"aten::copy_", "aten::_to_copy", "aten::index", "aten::index_put_"}
+_COPIES = {"aten::copy_", "aten::_to_copy"}
+_INDEXING = {"aten::index", "aten::index_put_", "aten::index_put"}
+# Operations in which a number of the CPU is no operand like the others.
+_STRICT = {"aten::stack", "aten::cat"}
 # Operations that cannot end before the GPU has computed their operands.
 _WAITING = {
     "aten::_local_scalar_dense",
@@ -28,7 +32,10 @@ _WAITING = {
     "aten::is_nonzero",
     "aten::masked_select",
     "aten::nonzero",
+    "aten::_linalg_eigh",
+    "aten::_linalg_svd",
     "aten::_unique2",
+    "aten::bincount",
     "aten::unique_consecutive",
     "aten::unique_dim",
 }
@@ -106,10 +113,12 @@ def _placed(t, on_gpu):
 
 def _run(func, args, kwargs):
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    there = [t for t in tensors if isinstance(t, OnGPU)]
-    here = [t for t in tensors if not isinstance(t, OnGPU) and t.dim()]
     name = func._schema.name
-    if there and here and name not in _CROSSING:
+    there = [t for t in tensors if isinstance(t, OnGPU)]
+    here = [t for t in tensors if not isinstance(t, OnGPU) and (t.dim() or name in _STRICT)]
+    if name in _INDEXING and isinstance(args[0], OnGPU):  # by indices of either
+        here = [t for t in here if all(t is not i for i in args[1])]
+    if there and here and name not in _COPIES:
         shapes = ", ".join(str(tuple(t.shape)) for t in here)
         raise RuntimeError(f"all tensors must be on the same device: {name}, of the CPU's {shapes}")
     device = kwargs.get("device")
@@ -123,16 +132,28 @@ def _run(func, args, kwargs):
         on_gpu = bool(there)
     if _vmaps[0] and (there or not tensors):
         on_gpu = True
-    blocks = name in _WAITING or (
-        # A copy to the GPU from memory that is not pinned waits too, but not for its work.
-        name in ("aten::copy_", "aten::_to_copy") and not on_gpu
-    )
-    if there and blocks:
+    if _waits_for_it(name, args, kwargs, there, on_gpu):
         _waits[name] += 1
     with torch._C._DisableTorchDispatch():
         out = func(*args, **kwargs)
         same = {id(t) for t in tensors}
         return tree_map(lambda t: t if id(t) in same else _placed(t, on_gpu), out)
+
+
+def _waits_for_it(name, args, kwargs, there, on_gpu):
+    if name in _COPIES:
+        source = args[1] if name == "aten::copy_" else args[0]
+        if isinstance(source, OnGPU):
+            return not on_gpu
+        ahead = kwargs.get("non_blocking") or (name == "aten::copy_" and True in args[2:])
+        return on_gpu and not (ahead and getattr(source, "pinned", False))
+    if name in _INDEXING and there:  # by a mask, or by indices that are first sent there
+        return any(i is not None and (i.dtype == torch.bool or not _is_there(i)) for i in args[1])
+    return bool(there) and name in _WAITING
+
+
+def _is_there(index):
+    return isinstance(index, OnGPU)
 
 
 class _Everywhere(TorchDispatchMode):
@@ -152,6 +173,10 @@ class _FromPython(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
+        if func is torch.Tensor.pin_memory:
+            copied = args[0].clone()
+            copied.pinned = True
+            return copied
         if func is torch.Tensor.cuda:
             return args[0].to(DEVICE)
         if func is torch.Tensor.to:

@@ -197,8 +197,7 @@ class LocalRun:
                 value = value.expand((*axis, *value.shape))
             elif not self.client_axis:
                 value = value[0]
-            # In the leaf's own layout: torch's fused kernels walk the memory of both.
-            like = leaf if value.shape == leaf.shape else value
+            like = leaf if value.shape == leaf.shape else value  # in layout: fused kernels need it
             optimizer.state[leaf][key] = torch.empty_like(like, dtype=value.dtype).copy_(value)
 
     def get_state(self, key: str, indices: Sequence[int]) -> Tensors:
@@ -214,8 +213,7 @@ class LocalRun:
     def set_number(self, key: str, indices: Sequence[int], value: float | Tensor) -> None:
         """Places a state that is one number, of all clients of the block or ``(C,)`` of each.
 
-        As torch's optimisers keep it, a tensor for their fused kernels, or, where the optimiser
-        names its ``weights``, as it is.
+        A tensor, as torch's optimisers keep it, or as it is where the optimiser has ``weights``.
         """
         if isinstance(value, Tensor) and not self.client_axis:
             value = float(value[0])

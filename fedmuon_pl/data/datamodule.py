@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..errors import ConfigError
-from ..pytrees import map_tensors
+from ..pytrees import map_tensors, sent
 from ..seeding import numpy_rng
 from .batches import Batches, OneRound
 from .partition import IntArray, Partition, Partitioner
@@ -207,7 +207,7 @@ class FederatedDataModule(LightningDataModule):
             ends = np.cumsum([s.size for s in steps[first:]])
             together = max(1, int((ends <= _GATHERED).sum()))
             chosen = steps[first : first + together]
-            indices = torch.from_numpy(np.concatenate([s.ravel() for s in chosen])).to(device)
+            indices = sent(np.concatenate([s.ravel() for s in chosen]), device)
             data = self.gather(indices) if plain else self._stored(indices)
             for k, (step, end) in enumerate(zip(chosen, ends, strict=False), first):
                 part = map_tensors(partial(_part, step.shape, int(end) - step.size, int(end)), data)

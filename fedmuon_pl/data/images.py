@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..pytrees import sent
 from ..seeding import numpy_rng
 from .arrays import SPLIT_SEED, Arrays, stratified
 from .augment import Augmentation, CropFlip
@@ -192,7 +193,7 @@ class ImageDataModule(FederatedDataModule):
             self.augment.plan(numpy_rng(seed, "augment", round, c, step), images.shape[1])
             for c in clients
         ]
-        plan = torch.from_numpy(np.concatenate(plans)).to(images.device)
+        plan = sent(np.concatenate(plans), images.device)
         return self.augment(images.flatten(0, 1), plan).view_as(images), labels
 
     def describe(self) -> dict[str, Any]:

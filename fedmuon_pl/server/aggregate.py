@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..clients import Tensors
+from ..pytrees import sent
 
 __all__ = ["RunningMean", "mean_buffers"]
 
@@ -38,7 +39,7 @@ class RunningMean:
             self._sums[key] = [torch.zeros_like(t[0], dtype=torch.float64) for t in tensors]
             self._weights[key] = 0
         if len(weights) > 1 and min(weights) > 0:  # in few calls; a 0 would let a NaN through
-            row = torch.tensor(weights, dtype=torch.float64, device=tensors[0].device)
+            row = sent(torch.tensor(weights, dtype=torch.float64), tensors[0].device)
             for total, t in zip(self._sums[key], tensors, strict=True):
                 total.add_(torch.tensordot(row, t.to(torch.float64), 1))
             self._weights[key] += sum(weights)

@@ -271,13 +271,13 @@ class FederatedServer(Callback):
             p.grad = torch.empty_like(p).copy_(d).neg_()
         optimizer: Any = module.optimizers()
         optimizer.step()
-        for p in self._server_params:
-            p.grad = None
+        optimizer.zero_grad()
         mean_buffers(totals.sums, totals.counters, totals.buffers)
         self._total_bytes += totals.up + totals.down
-        seconds = time.perf_counter() - self._opened
+        measured = self.diagnostics.summary(means["displacement"], before, self.plan.x0)
+        seconds = time.perf_counter() - self._opened  # that has waited for all of a GPU's work
         self.report = {
-            **self.diagnostics.summary(means["displacement"], before, self.plan.x0),
+            **measured,
             "fed/client_lr": module.algorithm.local.lr * self.plan.lr_factor,
             "comm/up_mb": totals.up / 1e6,
             "comm/down_mb": totals.down / 1e6,

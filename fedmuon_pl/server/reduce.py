@@ -112,7 +112,7 @@ def merge_round(server: "FederatedServer", strategy: Strategy) -> bool:
     largest = torch.zeros(ranks, 1 + width, dtype=torch.float64)
     if server.totals.counters:
         largest[rank, 0] = 1
-        largest[rank, 1:] = torch.cat([server.totals.counters[n].flatten().cpu() for n in counters])
+        largest[rank, 1:] = torch.cat([server.totals.counters[n].flatten() for n in counters]).cpu()
 
     extra = merge_sums(server, strategy, [measured, stored, tally, model, largest])
     measured, stored, tally, model, largest = (t.cpu() for t in extra)
@@ -158,10 +158,12 @@ def _tops(largest: Tensor, counters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _checksum(tensors: Tensors) -> int:
     """Equal for equal bits; a float64 holds it exactly."""
+    kinds = [{4: torch.int32, 8: torch.int64}.get(t.element_size(), torch.uint8) for t in tensors]
+    flat = [t.contiguous().view(-1) for t in tensors]
+    sums = torch.stack([t.view(kind).sum() for t, kind in zip(flat, kinds, strict=True)]).tolist()
     total = 0
-    for t in tensors:
-        kind = {4: torch.int32, 8: torch.int64}.get(t.element_size(), torch.uint8)
-        total = (31 * total + int(t.contiguous().view(-1).view(kind).sum())) % 2**50
+    for value in sums:
+        total = (31 * total + value) % 2**50
     return total
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..clients import Tensors
+from ..pytrees import sent
 
 __all__ = ["ClientStore", "MissingClientState"]
 
@@ -71,7 +72,7 @@ class ClientStore:
         if not self._size:
             return out
         rows = bytearray().join(self._read(c) for c in clients)
-        table = torch.frombuffer(rows, dtype=torch.uint8).to(device).view(len(clients), self._size)
+        table = sent(torch.frombuffer(rows, dtype=torch.uint8), device).view(-1, self._size)
         start = 0
         for name, specs in self._like.items():
             for shape, dtype in specs:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..algorithms.base import LocalRun, Upload
 from ..clients import Tensors, nbytes
 from ..errors import NonFiniteUpdate
+from ..pytrees import sent
 from .aggregate import RunningMean
 from .diagnostics import RoundDiagnostics
 from .state import ClientStore
@@ -124,12 +125,15 @@ class RoundTotals:
         self.sums.add("buffers", [buffers[n] for n in self._floats], weights)
         for name, upload in uploads.items():
             self.sums.add(name, upload.tensors, weights if upload.by_weight else ones)
-        for name in self.buffers.keys() - set(self._floats):
-            self._count(name, buffers[name], ones)
         self.diagnostics.add(measured, weights)
         accepted = [c for c, one in enumerate(ones) if one]
+        some: slice | Tensor = slice(None)
+        if len(accepted) < len(ones):
+            some = sent(torch.tensor(accepted), losses.device)
+        for name in self.buffers.keys() - set(self._floats):
+            if accepted:
+                self._count(name, buffers[name][some])
         if run.client_state and accepted:
-            some = slice(None) if len(accepted) == len(ones) else accepted
             state = {k: [t[some] for t in v] for k, v in run.client_state.items()}
             self.store.put([run.clients[c] for c in accepted], state)
         model = len(run.clients) * self._exchanged
@@ -176,9 +180,7 @@ class RoundTotals:
             )
         self.dropped += 1
 
-    def _count(self, name: str, values: Tensor, ones: list[int]) -> None:
-        accepted = [c for c, one in enumerate(ones) if one]
-        if accepted:
-            top = values[accepted].amax(0)
-            known = self.counters.get(name)
-            self.counters[name] = top if known is None else torch.maximum(known, top)
+    def _count(self, name: str, values: Tensor) -> None:
+        top = values.amax(0)
+        known = self.counters.get(name)
+        self.counters[name] = top if known is None else torch.maximum(known, top)
