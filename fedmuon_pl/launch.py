@@ -124,6 +124,8 @@ class ForkLauncher(_Launcher):
             watch.start()
             try:
                 result = _call(function, args, kwargs)
+                if dist.is_initialized():
+                    dist.destroy_process_group()  # nccl wants it of all ranks at the same time
             except RuntimeError as error:
                 if isinstance(error, ProcessLost) and watch.failed.wait(5):
                     assert watch.failure is not None
