@@ -35,6 +35,26 @@ FLAGS = {
     **{name: ("--model.algorithm.lr", "1.0") for name in ("fedavg", "scaffold")},
     "fedbn": ("--model.task.init_args.network.init_args.batch_norm", "true"),
 }
+OWN_IMAGES = """
+experiment: mine
+server: {{clients_per_round: 2}}
+model:
+  task:
+    class_path: Classification
+    init_args: {{network: {{class_path: {network}}}, num_classes: 5}}
+  local_steps: 2
+data:
+  class_path: Npz
+  init_args:
+    path: mine.npz
+    val_size: 10
+    augment: {{class_path: CropFlip, init_args: {{padding: 2}}}}
+    feature_skew: {{class_path: {skew}}}
+    clients: 4
+    partition: {{class_path: {partition}}}
+    batch_size: 4
+trainer: {{max_epochs: {rounds}}}
+"""
 ROUNDS = 4
 STOP = 2
 COHORT = 5

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from cli_runs import OWN_IMAGES
 from PIL import Image
 from scipy.io import savemat
 from test_fashion import idx
@@ -374,28 +375,13 @@ def test_the_images_are_part_of_the_fingerprint(tmp_path):
 def test_a_run_on_your_own_arrays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_npz(tmp_path / "mine.npz", writer=np.arange(60) % 4)
-    (tmp_path / "mine.yaml").write_text("""
-experiment: mine
-server: {clients_per_round: 2}
-model:
-  task:
-    class_path: Classification
-    init_args:
-      network: {class_path: LeNet, init_args: {in_channels: 3, image_size: 12, num_classes: 5}}
-      num_classes: 5
-  local_steps: 2
-data:
-  class_path: Npz
-  init_args:
-    path: mine.npz
-    val_size: 10
-    augment: {class_path: CropFlip, init_args: {padding: 2}}
-    feature_skew: {class_path: Rotation, init_args: {angles: [0, 30]}}
-    clients: 4
-    partition: {class_path: Natural}
-    batch_size: 4
-trainer: {max_epochs: 1}
-""")
+    text = OWN_IMAGES.format(
+        network="LeNet, init_args: {in_channels: 3, image_size: 12, num_classes: 5}",
+        skew="Rotation, init_args: {angles: [0, 30]}",
+        partition="Natural",
+        rounds=1,
+    )
+    (tmp_path / "mine.yaml").write_text(text)
     flags = ["-c", "base", "-c", "mine.yaml", "-c", "algorithm/fedavg", "--threads", "1"]
     flags += ["--trainer.enable_progress_bar", "false", "--trainer.accelerator", "cpu"]
     assert main(["fit", *flags]) == 0

@@ -9,7 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from cli_runs import ALGORITHMS, COHORT, CONFIGS, FLAGS, arguments, evaluate, load, patched
+from cli_runs import (
+    ALGORITHMS,
+    COHORT,
+    CONFIGS,
+    FLAGS,
+    OWN_IMAGES,
+    arguments,
+    evaluate,
+    load,
+    patched,
+)
 from pretended_gpu import DEVICE, OnGPU, pretended_gpu
 
 from fedmuon_pl import FederatedModule
@@ -40,28 +50,6 @@ def assert_same_weights(one, other, tolerance=0.0):
 
 def at_once(folder):
     return yaml.safe_load((folder / "config.yaml").read_text())["model"]["clients_at_once"]
-
-
-IMAGES = """
-experiment: mine
-server: {{clients_per_round: 2}}
-model:
-  task:
-    class_path: Classification
-    init_args: {{network: {{class_path: {network}}}, num_classes: 5}}
-  local_steps: 2
-data:
-  class_path: Npz
-  init_args:
-    path: mine.npz
-    val_size: 10
-    augment: {{class_path: CropFlip, init_args: {{padding: 2}}}}
-    feature_skew: {{class_path: {skew}}}
-    clients: 4
-    partition: {{class_path: IID}}
-    batch_size: 4
-trainer: {{max_epochs: 2}}
-"""
 
 
 # -- the pretended GPU itself ---------------------------------------------------------------
@@ -197,7 +185,8 @@ def test_images_are_augmented_and_skewed_on_a_gpu(network, skew, tmp_path, monke
     parts = {"train": 60, "test": 20}
     pixels = {f"x_{k}": rng.integers(0, 256, (n, 3, 12, 12), np.uint8) for k, n in parts.items()}
     np.savez("mine.npz", **pixels, **{f"y_{k}": np.arange(n) % 5 for k, n in parts.items()})
-    Path("mine.yaml").write_text(IMAGES.format(network=network, skew=skew))
+    text = OWN_IMAGES.format(network=network, skew=skew, partition="IID", rounds=2)
+    Path("mine.yaml").write_text(text)
 
     def run(root, *flags):
         configs = ("-c", "base", "-c", "mine.yaml", "-c", "algorithm/fedavg")

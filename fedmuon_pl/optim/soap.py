@@ -262,9 +262,7 @@ def power_step(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
         basis: Q, ``(..., n, n)``.
     """
     finite, p = _guard(gram)
-    q = torch.where(
-        finite, basis.to(p.dtype), torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
-    )
+    q = torch.where(finite, basis.to(p.dtype), _identity(p))
     order = (q * (p @ q)).sum(-2).argsort(dim=-1, descending=True, stable=True)
     q = q.gather(-1, order.unsqueeze(-2).expand_as(q))
     q = torch.linalg.qr(p @ q).Q
@@ -275,4 +273,8 @@ def _guard(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Which matrices are finite, and all of them in LAPACK's dtypes, identities for the others."""
     finite = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     p = gram if gram.dtype in (torch.float32, torch.float64) else gram.float()
-    return finite, torch.where(finite, p, torch.eye(p.shape[-1], dtype=p.dtype, device=p.device))
+    return finite, torch.where(finite, p, _identity(p))
+
+
+def _identity(p: Tensor) -> Tensor:
+    return torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)

@@ -127,15 +127,14 @@ class RoundTotals:
             self.sums.add(name, upload.tensors, weights if upload.by_weight else ones)
         self.diagnostics.add(measured, weights)
         accepted = [c for c, one in enumerate(ones) if one]
-        some: slice | Tensor = slice(None)
-        if len(accepted) < len(ones):
-            some = sent(torch.tensor(accepted), losses.device)
-        for name in self.buffers.keys() - set(self._floats):
-            if accepted:
+        if accepted:
+            whole = len(accepted) == len(ones)
+            some = slice(None) if whole else sent(torch.tensor(accepted), losses.device)
+            for name in self.buffers.keys() - set(self._floats):
                 self._count(name, buffers[name][some])
-        if run.client_state and accepted:
-            state = {k: [t[some] for t in v] for k, v in run.client_state.items()}
-            self.store.put([run.clients[c] for c in accepted], state)
+            if run.client_state:
+                state = {k: [t[some] for t in v] for k, v in run.client_state.items()}
+                self.store.put([run.clients[c] for c in accepted], state)
         model = len(run.clients) * self._exchanged
         self.up += model + sum(nbytes(u.payload()) for u in uploads.values())
         self.down += model + run.received
