@@ -230,16 +230,17 @@ def local_sgd(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     correct: Callable[[Params, Params], Params] = lambda g, x: g,
+    velocity: Params | None = None,
 ) -> Params:
-    """One client's SGD as PyTorch writes it, v = 0 at first.
+    """One client's SGD as PyTorch writes it, v = 0 at first, or ``velocity``, which is updated.
 
     v <- mu v + d, then x <- x - eta v, or x <- x - eta (d + mu v) with Nesterov;
     d = clip(correct(g, x)) + wd x, where ``correct`` is what a method does to the gradient at x.
     """
-    v = zeros(x)
+    v = zeros(x) if velocity is None else velocity
     for batch in batches:
         d = add(clip(correct(gradient(x, batch), x), clip_norm), x, weight_decay)
-        v = add(d, v, momentum)
+        v.update(add(d, v, momentum))
         x = add(x, add(d, v, momentum) if nesterov else v, -lr)
     return x
 
@@ -269,15 +270,17 @@ def fedavg(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     server_lr: Rate = 1.0,
+    keep_state: bool = False,
     clip_norm: float | None = None,
     weights: dict[int, int] | None = None,
 ) -> Trace:
     """FedAvg, McMahan et al., arXiv 1602.05629, Algorithm 1: the mean of the clients' models.
 
     The paper weights by n_i; the field (and this project by default) by 1/S. With server_lr 1 the
-    mean of the models is x + mean of the displacements.
+    mean of the models is x + mean of the displacements. ``keep_state``: a client's velocity goes on
+    from round to round, as in github.com/HiraNayak/FedMuon; else it is 0 at first in each.
     """
-    x, trace = copy(x0), Trace()
+    x, v_i, trace = copy(x0), {}, Trace()
     for r, cohort in enumerate(rounds):
         w = cohort_weights(cohort, weights)
         x_i = {}
@@ -291,6 +294,7 @@ def fedavg(
                 nesterov=nesterov,
                 weight_decay=weight_decay,
                 clip_norm=clip_norm,
+                velocity=v_i.setdefault(i, zeros(x)) if keep_state else None,
             )
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
         trace.record(x)
@@ -307,17 +311,21 @@ def fedavg_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     server_lr: Rate = 1.0,
+    keep_state: bool = False,
     clip_norm: float | None = None,
     weights: dict[int, int] | None = None,
 ) -> Trace:
-    """FedAvg with local AdamW (arXiv 1711.05101, Algorithm 2), its state fresh every round."""
-    x, trace = copy(x0), Trace()
+    """FedAvg with local AdamW (arXiv 1711.05101, Algorithm 2), its state fresh every round unless
+    ``keep_state``, when a client's moments and count go on."""
+    x, kept, trace = copy(x0), {}, Trace()
     for r, cohort in enumerate(rounds):
         eta, w = at(lr, r), cohort_weights(cohort, weights)
         x_i = {}
         for i, batches in cohort.items():
-            y, m, v = copy(x), zeros(x), zeros(x)
-            for k, batch in enumerate(batches, start=1):
+            y = copy(x)
+            m, v, k = kept.get(i, (zeros(x), zeros(x), 0))
+            for batch in batches:
+                k += 1
                 g = clip(gradient(y, batch), clip_norm)
                 for name in y:
                     m[name], v[name], step = adamw_direction(
@@ -325,6 +333,8 @@ def fedavg_adamw(
                     )
                     y[name] = (1 - eta * weight_decay) * y[name] - eta * step
             x_i[i] = y
+            if keep_state:
+                kept[i] = (m, v, k)
         x = add(x, subtract(mean(x_i, w), x), at(server_lr, r))
         trace.record(x)
     return trace
@@ -1392,6 +1402,7 @@ def fedmuon_lmo(
     orthogonalize: Orthogonalize = polar_svd,
     scale: str = "none",
     keep_momentum: bool = True,
+    control_variates: bool = True,
     server_lr: Rate | None = None,
     clip_norm: float | None = None,
     matrix: Callable[[str, Tensor], bool] = is_matrix,
@@ -1406,7 +1417,8 @@ def fedmuon_lmo(
     That x is x + (S/n) (mean of y_i - x): ``server_lr`` None means S/n; with ``weights`` the mean
     is weighted, C never. n = ``population``. ``keep_momentum``: M_i lives on with the client (as a
     public reproduction has it; then M_i = C_i between rounds); off, M_i starts from 0. M, C and C_i
-    are 0 at first. ``scale`` is ours, "none" is the paper.
+    are 0 at first. Without ``control_variates`` the step is along lmo(M_i): Local Muon.
+    ``scale`` is ours, "none" is the paper.
     State: ``c``, ``c_i`` of the clients seen so far.
     """
     x, C, C_i, trace = copy(x0), zeros(x0), {}, Trace()
@@ -1418,7 +1430,7 @@ def fedmuon_lmo(
             y, M = copy(x), copy(C_old) if keep_momentum else zeros(x)
             for batch in batches:
                 M = add(times(M, 1 - alpha), clip(gradient(y, batch), clip_norm), alpha)
-                G = add(subtract(M, C_old), C)
+                G = add(subtract(M, C_old), C) if control_variates else M
                 for name in y:
                     if matrix(name, x0[name]):
                         step = direction(G[name], orthogonalize, scale)

@@ -56,6 +56,8 @@ METHODS = {
     "fedmuon": lambda: FedMuon(0.05, 0.02),
     "scaffold": lambda: Scaffold(0.1),
     "fedmuon_lmo": lambda: FedMuonLMO(0.05),
+    "fedavg-kept": lambda: FedAvg(0.1, partial(SGD, momentum=0.9), keep_state=True),
+    "local_muon-kept": lambda: FedMuonLMO(0.05, control_variates=False),
     "muloco": lambda: MuLoCo(0.05),
     "fedadamw": lambda: FedAdamW(0.02),
 }

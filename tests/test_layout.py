@@ -16,6 +16,8 @@ CONVOLUTION["SCAFFOLD"] = lambda: Scaffold(0.1)
 CONVOLUTION["Adam"] = lambda: FedAvg(0.01, torch.optim.Adam)
 MOMENTS = {"optimizer": torch.optim.AdamW, "averaged": ("exp_avg", "exp_avg_sq"), "alpha": 0.5}
 CONVOLUTION["FedPAC, torch's AdamW"] = lambda: FedPAC(0.01, **MOMENTS)
+KEPT = {"optimizer": partial(torch.optim.SGD, momentum=0.9), "keep_state": True}
+CONVOLUTION["kept momentum"] = lambda: FedAvg(0.1, **KEPT)
 CONVOLUTION["MuLoCo"] = lambda: MuLoCo(0.01, keep_state=True)
 # Its kernel reads the memory of weights, gradients and moments side by side.
 FUSED = partial(torch.optim.Adam, lr=0.1, fused=True)

@@ -344,6 +344,7 @@ GRAMS = 2**2 + 1**2 + 3**2 + 3**2 + 3**2 + 8**2
         (partial(Mime, 0.1), 98, 147),  # the full gradient up; m and the mean gradient down
         (partial(MimeLite, 0.1), 98, 98),
         (partial(FedMuonLMO, 0.1), 98, 98),  # the change of C_i up, C down
+        (partial(FedMuonLMO, 0.1, control_variates=False), 49, 49),  # M_i stays with the client
         (partial(ServerMuon, 0.1), 49, 49),
         (partial(MuLoCo, 0.1), 49, 49),  # the inner state stays with the client
         (partial(FedLADA, 0.1), 98, 147),  # v up; g_a and vbar down
@@ -370,7 +371,14 @@ GRAMS = 2**2 + 1**2 + 3**2 + 3**2 + 3**2 + 8**2
         *("fedavg", "fedadam", "local_muon", "scaffold", "fedmuon", "matrices", "no_pull", "no_m"),
         *("lowrank", "feedback", "ratio_1"),
         *("fedprox", "feddyn", "fednova", "fedcm", "fedacg", "scaffold_i", "mime", "mimelite"),
-        *("fedmuon_lmo", "server_muon", "muloco", "fedlada", "fedlada-no-direction"),
+        *(
+            "fedmuon_lmo",
+            "local_muon_lmo",
+            "server_muon",
+            "muloco",
+            "fedlada",
+            "fedlada-no-direction",
+        ),
         *("fedadamw", "fedadamw-full", "fedadamw-no-pull"),
         *("fedpac_no_state", "fedpac", "aligned_adamw", "aligned_sgd", "soap", "fedpac_soap"),
     ],

@@ -81,6 +81,18 @@ METHODS = {
         reference.fedavg_adamw,
         {"lr": 0.02, "weight_decay": 0.1},
     ),
+    "fedavg-kept-momentum": (
+        partial(
+            FedAvg, 0.1, partial(SGD, momentum=0.9), server=partial(SGD, lr=0.5), keep_state=True
+        ),
+        reference.fedavg,
+        {"lr": 0.1, "momentum": 0.9, "server_lr": 0.5, "keep_state": True},
+    ),
+    "fedavg-kept-adamw": (
+        partial(FedAvg, 0.02, partial(AdamW, weight_decay=0.1), keep_state=True),
+        reference.fedavg_adamw,
+        {"lr": 0.02, "weight_decay": 0.1, "keep_state": True},
+    ),
     "fedavgm": (
         partial(FedAvgM, 0.3, server_lr=0.5, server_momentum=0.8),
         reference.fedavgm,
@@ -384,6 +396,11 @@ METHODS = {
             "scale": "operator",
             "matrix": lambda name, p: p.ndim >= 2 and not name.startswith("fc"),
         },
+    ),
+    "fedmuon_lmo-without-variates": (
+        partial(FedMuonLMO, 0.05, alpha=0.3, control_variates=False, orthogonalizer="svd"),
+        reference.fedmuon_lmo,
+        {"lr": 0.05, "alpha": 0.3, "population": 5, "control_variates": False},
     ),
     "fedmuon_lmo-no-iteration": (
         partial(FedMuonLMO, 0.05, ns_steps=0),

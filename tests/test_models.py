@@ -16,13 +16,15 @@ def test_lenet_has_the_weights_of_1998():
     assert weights(LeNet()) == 61_706
 
 
-def test_lenet_is_pooled_relu_with_and_without_a_gradient():
+@pytest.mark.parametrize("pooling", ["max", "average"])
+def test_lenet_is_pooled_relu_with_and_without_a_gradient(pooling):
     torch.manual_seed(0)
-    network = LeNet(in_channels=3, image_size=12, num_classes=5).double()
+    network = LeNet(in_channels=3, image_size=12, num_classes=5, pooling=pooling).double()
+    pool = F.max_pool2d if pooling == "max" else F.avg_pool2d
     x = torch.randn(7, 3, 12, 12, dtype=torch.float64)
     x[:, :, ::3] = -1.0  # flat places, where all of a maximum's four are equal
-    h = F.max_pool2d(F.relu(network.conv1(x)), 2)
-    h = F.max_pool2d(F.relu(network.conv2(h)), 2).flatten(1)
+    h = pool(F.relu(network.conv1(x)), 2)
+    h = pool(F.relu(network.conv2(h)), 2).flatten(1)
     written = network.fc3(F.relu(network.fc2(F.relu(network.fc1(h)))))
     weights = list(network.parameters())
     want = torch.autograd.grad(written.square().sum(), weights)

@@ -8,7 +8,7 @@ import reference
 import torch
 from federation import federate
 
-from fedmuon_pl import AdamW, FedAdamW, FedLADA, FedMuonLMO, LocalMuon, MuLoCo, ServerMuon
+from fedmuon_pl import AdamW, FedAdamW, FedAvg, FedLADA, FedMuonLMO, LocalMuon, MuLoCo, ServerMuon
 from fedmuon_pl.optim.chained import Chained
 from fedmuon_pl.optim.lmo import LMO
 from fedmuon_pl.optim.muon import Muon, step_scale
@@ -255,6 +255,20 @@ def test_operator_scale():
 def test_methods_refuse(method, message):
     with pytest.raises(ValueError, match=message):
         method(0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.SGD, "keeps no state"),
+        (partial(torch.optim.SGD, momentum=0.9, dampening=0.5), "does not start at zero"),
+        (torch.optim.Adam, "cannot keep the state 'step' of Adam"),
+        (torch.optim.Adagrad, "cannot keep the state 'step' of Adagrad"),
+    ],
+)
+def test_states_that_clients_cannot_keep(optimizer, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        federate(FedAvg(0.1, optimizer, keep_state=True), reference.tiny_problem()[2], tmp_path)
 
 
 def test_muloco_with_a_plain_server_and_no_kept_state_is_local_muon(tmp_path):

@@ -301,6 +301,16 @@ def test_polar_svd_leaves_the_null_space_out():
     torch.testing.assert_close(polar_svd(m.float()).double(), polar_svd(m), rtol=0, atol=1e-4)
 
 
+def test_polar_svd_without_a_cut_has_unit_directions_in_the_null_space_too():
+    g = torch.Generator().manual_seed(0)
+    m = torch.randn(12, 3, generator=g) @ torch.randn(3, 20, generator=g)
+    whole, cut = polar_svd(m, 0.0), polar_svd(m)
+    torch.testing.assert_close(torch.linalg.svdvals(whole), torch.ones(12))
+    torch.testing.assert_close(torch.linalg.svdvals(cut), torch.tensor([1.0] * 3 + [0.0] * 9))
+    torch.testing.assert_close(whole @ m.mT, cut @ m.mT)  # the same where there is a gradient
+    assert torch.linalg.norm(polar_svd(torch.zeros(2, 4, 5), 0.0)[1]) == pytest.approx(2.0)
+
+
 def test_polar_svd_cuts_at_rtol():
     m = torch.diag(torch.tensor([1.0, 1e-3, 1e-7], dtype=torch.float64))
     kept = {1e-10: 3, 1e-5: 2, 1e-2: 1}

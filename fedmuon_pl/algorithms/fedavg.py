@@ -3,6 +3,7 @@
 import torch
 
 from .base import Algorithm, ServerRule
+from .kept_state import KeptState
 from .local import OptimizerFactory, TorchRule
 
 __all__ = ["FedAvg"]
@@ -17,11 +18,17 @@ class FedAvg(Algorithm):
     another optimiser it is Local Adam, Local AdamW and so on; with SGD with momentum as server rule
     it is FedAvgM.
 
+    With ``keep_state`` a client's optimiser goes on where its last round ended
+    (:class:`~fedmuon_pl.algorithms.kept_state.KeptState`), as in some public code; the paper's
+    clients keep nothing.
+
     Args:
         lr: Local learning rate eta.
         optimizer: Any optimiser of ``torch.optim`` that needs no closure; ``lr`` sets its rate, and
             another one inside it is refused.
         server: Server rule on the pseudo-gradient; plain averaging if None.
+        keep_state: Whether clients keep their optimiser's state: momentum SGD's, or that of
+            :class:`fedmuon_pl.optim.adamw.AdamW`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -32,5 +39,7 @@ class FedAvg(Algorithm):
         lr: float,
         optimizer: OptimizerFactory = torch.optim.SGD,
         server: ServerRule | None = None,
+        keep_state: bool = False,
     ) -> None:
-        super().__init__(TorchRule(lr, optimizer), server=server)
+        rule = TorchRule(lr, optimizer)
+        super().__init__(rule, [KeptState(rule)] if keep_state else [], server)

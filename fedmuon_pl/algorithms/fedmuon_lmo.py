@@ -9,9 +9,10 @@ from ..optim.muon import Scale
 from ..optim.orthogonalize import Orthogonalizer
 from .base import Algorithm, LocalRun, Mechanism, Setting, Upload
 from .fedmuon import DType, Method
+from .kept_state import KeptState
 from .local import LMORule, positive
 
-__all__ = ["FedMuonLMO", "MomentumVariates"]
+__all__ = ["FedMuonLMO", "MomentumVariates", "ServerShare"]
 
 
 class MomentumVariates(Mechanism):
@@ -19,21 +20,18 @@ class MomentumVariates(Mechanism):
 
     The local rule's momentum M_i is corrected by C - C_i in every step; after the last one
     ``C_i <- M_i``, and the server adds ``(1/n) sum_{i in S} (C_i^+ - C_i)``, n clients in all,
-    never weighted by size. The server moves by S/n of the mean displacement: clients that were not
-    sampled count as not moved. All start at 0.
+    never weighted by size. All start at 0.
 
     Args:
         keep_momentum: Whether M_i goes on where it ended, which is C_i, else starts from 0.
-        server_lr: In the place of S/n; None for S/n.
     """
 
     name = "momentum_variates"
     client_state = ("c_i",)
 
-    def __init__(self, keep_momentum: bool, server_lr: float | None) -> None:
+    def __init__(self, keep_momentum: bool) -> None:
         super().__init__()
         self.keep_momentum = keep_momentum
-        self.server_lr = None if server_lr is None else positive("server_lr", server_lr)
 
     def setup(self, setting: Setting) -> None:
         """Sets C to zero."""
@@ -61,6 +59,28 @@ class MomentumVariates(Mechanism):
         share = cohort_size / self.population
         for c, m in zip(self.server_state["c"], mean, strict=True):
             c.add_(m * share)
+
+
+class ServerShare(Mechanism):
+    """The server moves by S/n of the mean displacement: who was not sampled has not moved.
+
+    Args:
+        server_lr: In the place of S/n; None for S/n.
+    """
+
+    name = "server_share"
+
+    def __init__(self, server_lr: float | None) -> None:
+        super().__init__()
+        self.server_lr = None if server_lr is None else positive("server_lr", server_lr)
+
+    def setup(self, setting: Setting) -> None:
+        """Learns n."""
+        self.population = setting.population
+
+    def aggregate(self, mean: Tensors, cohort_size: int) -> None:
+        """Learns S."""
+        share = cohort_size / self.population
         self._rate = share if self.server_lr is None else self.server_lr
 
     def server_direction(self, displacement: Tensors) -> Tensors:
@@ -77,9 +97,10 @@ class FedMuonLMO(Algorithm):
         x   <- x + eta lmo(M_i - C_i + C)
 
     with ``lmo(G) = -U V^T`` for a matrix and ``-G / ||G||_2`` for other tensors; see
-    :class:`MomentumVariates` for C, C_i and the server. A client's first local step in every round
-    thus follows an estimate of the mean momentum. Clients keep state: it is for few clients that
-    come back often.
+    :class:`MomentumVariates` for C and C_i, :class:`ServerShare` for the server. A client's first
+    local step in every round thus follows an estimate of the mean momentum. Clients keep state: it
+    is for few clients that come back often. Without ``control_variates`` it is the Local Muon that
+    the paper compares with: C_i and C stay 0.
 
     Checked against a public reproduction (github.com/HiraNayak/FedMuon), which keeps M_i between
     the rounds, takes the exact polar factor and alpha = 0.9.
@@ -88,11 +109,15 @@ class FedMuonLMO(Algorithm):
         lr: eta, of every parameter.
         alpha: Weight of the newest gradient, in (0, 1].
         keep_momentum: Whether M_i goes on where it ended in the client's last round.
+        control_variates: Whether C - C_i is added.
         server_lr: Rate of the server on the mean displacement; None for the paper's S/n.
         orthogonalizer: ``"newton_schulz"``, ``"polar_express"`` or ``"svd"``.
         ns_steps: Iterations T of the first two; 0 is ``-G / ||G||_F``.
         ns_coefficients: Of Newton-Schulz; the quintic of Jordan et al. if None.
         ns_dtype: What the iteration is computed in; the weights' own if None.
+        svd_rtol: Singular values below this share of the largest give 0, for ``"svd"`` only; None
+            as in :func:`fedmuon_pl.optim.orthogonalize.polar_svd`, 0 for the null space's arbitrary
+            directions too.
         scale: Step scale of a matrix, ours; the paper has ``"none"``.
         rest_patterns: Names of matrices that are treated as vectors.
 
@@ -105,16 +130,24 @@ class FedMuonLMO(Algorithm):
         lr: float,
         alpha: float = 0.1,
         keep_momentum: bool = True,
+        control_variates: bool = True,
         server_lr: float | None = None,
         orthogonalizer: Method = "newton_schulz",
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] | None = None,
         ns_dtype: DType | None = None,
+        svd_rtol: float | None = None,
         scale: Scale = "none",
         rest_patterns: Sequence[str] = (),
     ) -> None:
         lmo = Orthogonalizer(
-            orthogonalizer, steps=ns_steps, coefficients=ns_coefficients, dtype=ns_dtype
+            orthogonalizer,
+            steps=ns_steps,
+            coefficients=ns_coefficients,
+            dtype=ns_dtype,
+            rtol=svd_rtol,
         )
         rule = LMORule(lr, alpha, lmo, scale, rest_patterns)
-        super().__init__(rule, [MomentumVariates(keep_momentum, server_lr)])
+        kept = [KeptState(rule)] if keep_momentum else []
+        variates = [MomentumVariates(keep_momentum)] if control_variates else kept
+        super().__init__(rule, [*variates, ServerShare(server_lr)])

@@ -6,62 +6,15 @@ from typing import Literal
 
 import torch
 
-from ..clients import Tensors
 from ..optim.adamw import AdamW
 from ..optim.muon import Scale
 from ..optim.orthogonalize import Orthogonalizer
-from .base import Algorithm, LocalRun, Mechanism, Setting
+from .base import Algorithm
 from .fedmuon import DType, Method
+from .kept_state import KeptState
 from .local import MuonRule, below_one, positive
 
-__all__ = ["KeptState", "MuLoCo"]
-
-
-_NUMBERS = ("exp_avg_weight", "exp_avg_sq_weight")
-
-
-class KeptState(Mechanism):
-    """A client goes on with the inner optimiser's state of its last round: M, m and v.
-
-    Nothing of it is sent. The weights of m and v are kept with them.
-
-    Args:
-        rule: The local rule, with :class:`~fedmuon_pl.optim.adamw.AdamW` on the rest.
-    """
-
-    name = "kept_state"
-    client_state = ("momentum_buffer", "exp_avg", "exp_avg_sq", *_NUMBERS)
-
-    def __init__(self, rule: MuonRule) -> None:
-        super().__init__()
-        self._rule = rule
-
-    def client_state_like(self, name: str, setting: Setting) -> Tensors:
-        """M of the matrices, m and v of the rest, one number for the weight of all m or all v."""
-        if name in _NUMBERS:
-            return [setting.x[0].new_zeros((), dtype=torch.float64)]
-        return setting.zeros(self._indices(name))
-
-    def _indices(self, name: str) -> list[int]:
-        return self._rule.matrices if name == "momentum_buffer" else self._rule.rest
-
-    def begin(self, run: LocalRun) -> None:
-        """Places what the client kept."""
-        for name in self.client_state:
-            values, indices = run.client_state[name], self._indices(name)
-            if name in _NUMBERS:
-                run.set_number(name, indices, values[0])
-            else:
-                run.set_state(name, indices, values, per_client=True)
-
-    def end(self, run: LocalRun) -> None:
-        """Keeps it."""
-        for name in self.client_state:
-            indices = self._indices(name)
-            if name not in _NUMBERS:
-                run.client_state[name] = run.get_state(name, indices)
-            elif indices:
-                run.client_state[name] = [run.get_number(name, indices)]
+__all__ = ["MuLoCo"]
 
 
 class MuLoCo(Algorithm):

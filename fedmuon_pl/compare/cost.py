@@ -64,6 +64,8 @@ def estimate(
     import torch
     import torch.nn.functional as F
 
+    from ..algorithms.base import Setting
+    from ..clients import nbytes
     from ..optim.orthogonalize import as_matrix, newton_schulz
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,7 +98,7 @@ def estimate(
         torch.set_num_threads(before)
     weights = sum(p.numel() for p in network.parameters())
     seconds, size = 0.0, 0
-    kept: dict[str, int] = {}  # by method: building one takes longer than all the rest here
+    kept: dict[str, int] = {}  # bytes a client; building a method takes longer than all the rest
     for run in runs:
         rounds = max(0, (run.rounds or 0) - progress(run.folder)[0])
         if "model.local_steps" not in run.settings:
@@ -111,12 +113,12 @@ def estimate(
         seconds += rounds * (local * a_step + evaluated / batch * forward / every)
         seconds += _START if rounds else 0.0
         size += 2 * 3 * 4 * weights
+        clients = int(run.settings["data.init_args.clients"])
         if run.method not in kept:
             algorithm = build("algorithm", run.settings)
-            kept[run.method] = sum(len(m.client_state) for m in algorithm.mechanisms)
-        if kept[run.method]:
-            clients = int(run.settings["data.init_args.clients"])
-            size += kept[run.method] * client_states(clients, cohort, run.rounds or 1) * 4 * weights
+            algorithm.setup(Setting.of(network, clients, local // cohort))
+            kept[run.method] = sum(map(nbytes, algorithm.client_state_like().values()))
+        size += kept[run.method] * client_states(clients, cohort, run.rounds or 1)
     return Cost(seconds, size, one, more, forward, str(device))
 
 

@@ -14,7 +14,7 @@ Norm = Literal["group", "batch", "released"]
 
 
 class LeNet(nn.Module):
-    """LeNet-5 with ReLU and max pooling (LeCun et al., 1998).
+    """LeNet-5 with ReLU and pooling of 2 x 2 (LeCun et al., 1998, with averages).
 
     61,706 weights for ``1 x 28 x 28`` inputs and 10 classes.
 
@@ -22,13 +22,23 @@ class LeNet(nn.Module):
         in_channels: Channels of the images.
         image_size: Height and width of the images, at least 12 and a multiple of 4.
         num_classes: Number of logits.
+        pooling: ``"max"`` or ``"average"``, after each of the two convolutions.
 
     Raises:
-        ValueError: For another size of images.
+        ValueError: For another size of images or pooling.
     """
 
-    def __init__(self, in_channels: int = 1, image_size: int = 28, num_classes: int = 10) -> None:
+    def __init__(
+        self,
+        in_channels: int = 1,
+        image_size: int = 28,
+        num_classes: int = 10,
+        pooling: Literal["max", "average"] = "max",
+    ) -> None:
         super().__init__()
+        if pooling not in ("max", "average"):
+            raise ValueError(f"pooling={pooling!r}: use 'max' or 'average'")
+        self.pooling = pooling
         side = image_size // 4 - 2
         if side < 1 or image_size % 4:
             raise ValueError(f"image_size={image_size}: LeNet needs a multiple of 4, at least 12")
@@ -40,9 +50,13 @@ class LeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images ``(B, in_channels, image_size, image_size)`` to logits ``(B, num_classes)``."""
-        x = F.relu(_halve(self.conv1(x)))  # the maximum first: the same, on a quarter of the values
-        x = F.relu(_halve(self.conv2(x))).flatten(1)
+        x = self._pooled(self.conv2(self._pooled(self.conv1(x)))).flatten(1)
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))  # type: ignore[no-any-return]
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        if self.pooling == "average":
+            return F.avg_pool2d(F.relu(x), 2)
+        return F.relu(_halve(x))  # the maximum first: the same, on a quarter of the values
 
 
 def _halve(x: Tensor) -> Tensor:

@@ -210,12 +210,14 @@ def polar_svd(matrix: Tensor, rtol: float | None = None) -> Tensor:
     """Exact polar factor U V^T over the singular values above ``rtol`` times the largest.
 
     The others contribute 0, as they do in effect in :func:`newton_schulz`: over the null space,
-    U V^T is whatever the LAPACK at hand returns. Zero gives zero.
+    U V^T is whatever the LAPACK at hand returns. Zero gives zero (but see ``rtol``).
 
     Args:
         matrix: Shape ``(..., rows, cols)``; leading axes are a batch.
         rtol: Relative cut. None: 1e-10 for float64, 1e-5 for float32 and half precisions (which
-            are computed in float32).
+            are computed in float32). 0: no cut, as in code that calls an SVD plainly; where the
+            matrix lacks rank, as the gradient of a wide layer does by small batches, the step then
+            holds arbitrary unit directions, also of a zero matrix.
 
     Returns:
         Same shape and dtype as ``matrix``; not-a-number throughout for a matrix with an entry that
@@ -229,8 +231,9 @@ def polar_svd(matrix: Tensor, rtol: float | None = None) -> Tensor:
         # LAPACK would refuse the whole batch for one matrix that is not finite.
         finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
         u, s, vh = torch.linalg.svd(x.where(finite, 0), full_matrices=False)
-        kept = s > rtol * s[..., :1]
-        polar: Tensor = ((u * kept.unsqueeze(-2)) @ vh).where(finite, torch.nan)
+        if rtol > 0:
+            u = u * (s > rtol * s[..., :1]).unsqueeze(-2)
+        polar: Tensor = (u @ vh).where(finite, torch.nan)
         return polar.reshape(matrix.shape).to(matrix.dtype)
 
 
