@@ -89,7 +89,7 @@ def test_what_a_reproduction_must_not_say(tmp_path, key, value, sentence):
         load_reproduction(path).check()
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "lmo"])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("lmo")])
 def test_baselines_decay_as_much_as_the_papers(name):
     """FedAvg's 0.001 for every client that makes SGD steps, 0.01 for AdamW and Muon."""
     reproduction = load_reproduction(name)
@@ -278,6 +278,29 @@ def test_a_bad_command_gets_one_sentence(capsys, tmp_path, monkeypatch, words, s
     said = capsys.readouterr().err
     assert re.search(sentence, said), said
     assert said.count("\n") == 1
+
+
+def test_what_no_method_takes_gets_one_sentence():
+    settings = {"model.algorithm.class_path": "FedAvg", "model.algorithm.init_args.mu": 1}
+    with pytest.raises(ConfigError, match="^model.algorithm cannot be made of .* 'mu' is not acc"):
+        build("algorithm", settings)
+
+
+def test_the_estimate_counts_what_clients_keep(tmp_path):
+    """At most two states of each of 16 clients and 11 rounds of 8; a state is as large as x."""
+    reproduction = load_reproduction("lmo-public")
+    plan = reproduction.case_plan(reproduction.cases[0], seeds=[0])
+    runs = {run.method: run for run in plan.runs(tmp_path)}
+    found = {
+        label: estimate([run], reproduction.input_shape, 0, 1).bytes for label, run in runs.items()
+    }
+    states = (2 * 16 + 11 * 8) * 4 * 61706
+    assert found["fedavg_momentum"] == found["local_muon"] == found["fedmuon_lmo"]
+    assert found["scaffold"] == found["fedavg_momentum"]
+    fixed = found["fedavg_momentum"] - states
+    assert fixed == 2 * 3 * 4 * 61706  # two checkpoints
+    numbers = (2 * 16 + 11 * 8) * 2 * 8  # the weights of both moments
+    assert found["fedavg_adam"] == fixed + 2 * states + numbers
 
 
 def test_the_estimate_counts_what_is_left(tmp_path):

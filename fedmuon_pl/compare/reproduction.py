@@ -7,6 +7,7 @@ published for it, what the whole is ``expected`` to be, and how it shrinks to a 
 
 import dataclasses
 import math
+from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,7 +246,11 @@ def build(what: str, settings: Mapping[str, Any], device: str = "cpu") -> Any:  
             place[name] = value
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--what", type=kind)
-    config = parser.parse_object({"what": nested})
+    try:
+        config = parser.parse_object({"what": nested})
+    except ArgumentError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{prefix} cannot be made of these settings: {reason}") from None
     with torch.device(device):
         return parser.instantiate(config).what
 
