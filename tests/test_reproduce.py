@@ -282,7 +282,9 @@ def test_a_bad_command_gets_one_sentence(capsys, tmp_path, monkeypatch, words, s
 
 def test_what_no_method_takes_gets_one_sentence():
     settings = {"model.algorithm.class_path": "FedAvg", "model.algorithm.init_args.mu": 1}
-    with pytest.raises(ConfigError, match="^model.algorithm cannot be made of .* 'mu' is not acc"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.algorithm cannot be made of .* 'mu' is not acc"
+    ):
         build("algorithm", settings)
 
 

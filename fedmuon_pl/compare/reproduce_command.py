@@ -5,6 +5,7 @@ It returns an exit code: 0, 1 if a run failed, 2 (with one sentence on stderr) f
 """
 
 import argparse
+import dataclasses
 import json
 import shutil
 import textwrap
@@ -164,7 +165,7 @@ def _section(
     outcomes: Sequence[Outcome],
 ) -> _Section:
     """A case of the page, with every run of it that is finished, by this call or another one."""
-    whole = _plan(reproduction, case, options, folder, whole=True)
+    whole = _whole(reproduction, case, options, folder)
     states = [(run, *inspect(run)) for run in whole.runs(folder / case.name)]
     data, problems = read_runs(run.folder for run, state, _ in states if state == "finished")
     failed: dict[str, dict[int, str]] = {}
@@ -208,24 +209,18 @@ def _cases(reproduction: Reproduction, names: Sequence[str] | None) -> list[Case
 
 
 def _plan(
-    reproduction: Reproduction,
-    case: Case,
-    options: argparse.Namespace,
-    folder: Path,
-    whole: bool = False,
+    reproduction: Reproduction, case: Case, options: argparse.Namespace, folder: Path
 ) -> Plan:
-    """The case's plan as the command line wants it, or with all its methods and seeds."""
+    """The case's plan as the command line wants it."""
     settings: dict[str, Any] = dict(reproduction.parity) if options.parity else {}
-    asked, all_seeds = options.seed or [], list(reproduction.plan.seeds)
-    there = _seeds(folder / case.name / case.experiment) if whole else []
-    seeds = list(dict.fromkeys([*all_seeds, *asked, *there] if whole else asked or all_seeds))
+    seeds = list(options.seed or reproduction.plan.seeds)
     if options.data:
         settings["data.init_args.root"] = options.data
     if options.smoke:
-        seeds = list(dict.fromkeys([*(asked or all_seeds)[:1], *there]))
+        seeds = seeds[:1]
         settings |= {**reproduction.smoke, "data.init_args.root": str(folder / "data")}
     entries = reproduction.plan.entries
-    if options.only and not whole:
+    if options.only:
         labels = [entry.label for entry in entries]
         for name in options.only:
             if name not in labels:
@@ -237,6 +232,17 @@ def _plan(
     return reproduction.case_plan(
         case, set=settings, seeds=seeds, entries=entries, rounds=options.rounds
     )
+
+
+def _whole(
+    reproduction: Reproduction, case: Case, options: argparse.Namespace, folder: Path
+) -> Plan:
+    """The same with all methods and seeds, also those of other calls."""
+    asked = _plan(reproduction, case, options, folder)
+    every = [] if options.smoke else reproduction.plan.seeds
+    there = _seeds(folder / case.name / case.experiment)
+    seeds = list(dict.fromkeys([*every, *asked.seeds, *there]))
+    return dataclasses.replace(asked, entries=reproduction.plan.entries, seeds=seeds)
 
 
 def _seeds(folder: Path) -> list[int]:
