@@ -53,6 +53,7 @@ _EXPORTS = {
     "DirichletByClass": "data.partition",
     "DirichletByClient": "data.partition",
     "AdamW": "optim.adamw",
+    "DirichletLMO": "data.label_skew",
     "DirichletReleasedCode": "data.label_skew",
     "IID": "data.partition",
     "Natural": "data.size_skew",

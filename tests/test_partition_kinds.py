@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedmuon_pl.data import partition_cache
-from fedmuon_pl.data.label_skew import ClassesPerClient, DirichletReleasedCode, Shards
+from fedmuon_pl.data.label_skew import ClassesPerClient, DirichletLMO, DirichletReleasedCode, Shards
 from fedmuon_pl.data.partition import IID, DirichletByClient
 from fedmuon_pl.data.partition_cache import cached_partition
 from fedmuon_pl.data.size_skew import Natural, QuantitySkew
@@ -24,6 +24,7 @@ KINDS = [
     QuantitySkew(0.5, 1),
     Natural(),
     DirichletReleasedCode(0.5),
+    DirichletLMO(0.5),
 ]
 by_name = pytest.mark.parametrize("kind", KINDS, ids=lambda p: type(p).__name__)
 
@@ -202,6 +203,33 @@ def test_released_code_has_the_shape_of_its_own_cache():
     assert abs((shares**2).sum(1).mean() - expected) < 0.01
 
 
+@pytest.mark.parametrize("alpha", [0.1, 10.0])
+def test_the_shares_are_those_of_the_public_reproduction(alpha):
+    """Its own lines for the counts, of Fashion-MNIST's 6,000 images a class and seed 42."""
+    labels = np.random.default_rng(5).permutation(np.repeat(np.arange(10), 6000))
+    stream = np.random.default_rng(42)
+    theirs = np.zeros((16, 10), int)
+    for c in range(10):
+        images = np.where(labels == c)[0]
+        stream.shuffle(images)
+        shares = (stream.dirichlet(np.repeat(alpha, 16)) * len(images)).astype(int)
+        shares[shares.argmin()] += len(images) - shares.sum()
+        theirs[:, c] = shares
+    p = DirichletLMO(alpha)(labels, 16, 42)
+    assert is_cover(p, labels.size)
+    assert np.array_equal(p.label_counts(labels, 10), theirs)
+    # With a part held out the shares stay the same.
+    kept = np.sort(np.random.default_rng(6).permutation(labels.size)[:55_000])
+    fewer = DirichletLMO(alpha, class_size=6000)(labels[kept], 16, 42).label_counts(
+        labels[kept], 10
+    )
+    sizes = np.bincount(labels[kept])
+    assert np.abs(fewer / sizes - theirs / 6000).max() < 20 / 5000
+    if alpha == 0.1:
+        assert theirs.sum(1).min() == 495
+        assert theirs.sum(1).max() == 12_986
+
+
 # -- all ------------------------------------------------------------------------------------------
 
 
@@ -235,6 +263,7 @@ def test_streams_are_pinned():
         "QuantitySkew": "8405e6c56fe2",
         "Natural": "0ba8de5aeb5e",
         "DirichletReleasedCode": "2b5f44ed9235",
+        "DirichletLMO": "664ed8990f37",
     }
 
 
@@ -250,6 +279,7 @@ def test_streams_are_pinned():
         (lambda: Natural(0), "min_samples must be a whole number of at least 1, got 0"),
         (lambda: Natural()([3, 3, 3], 2, 0), "clients=2, but the data have 1 writers with at lea"),
         (lambda: DirichletReleasedCode(-1), "alpha must be positive and finite, got -1"),
+        (lambda: DirichletLMO(0.1, 0), "class_size must be a whole number of at least 1, got 0"),
     ],
 )
 def test_refusals_are_one_sentence(make, message):

@@ -177,7 +177,7 @@ class Algorithm:
         key = tuple(id(leaf) for leaf in stack.leaves)
         if key not in self._built:
             built = self.local.build(stack.leaves, stack.clients > 1)
-            self._built[key] = built, [_options(optimizer) for optimizer, _ in built]
+            self._built[key] = built, [group_options(optimizer) for optimizer, _ in built]
         members, options = self._built[key]
         for (optimizer, _), groups in zip(members, options, strict=True):
             optimizer.state.clear()
@@ -273,7 +273,7 @@ def _keys(state: Mapping[str, Mapping[str, Tensors]]) -> list[str]:
     return sorted(f"{key}.{name}" for key, entries in state.items() for name in entries)
 
 
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What an optimiser's groups hold beside their parameters."""
     return [
         {key: deepcopy(value) for key, value in group.items() if key != "params"}

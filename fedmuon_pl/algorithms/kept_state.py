@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..clients import Tensors
-from .base import LocalRule, LocalRun, Mechanism, Setting
+from ..clients import Tensors, random_state_kept
+from .base import LocalRule, LocalRun, Mechanism, Setting, Upload, group_options
 
 __all__ = ["KeptState"]
 
@@ -22,8 +22,8 @@ class KeptState(Mechanism):
         rule: The local rule whose optimisers keep the state.
 
     Raises:
-        ValueError: In ``setup``, if the optimisers keep nothing, or not all of it is tensors of the
-            parameters' shapes that start at zero and weights of them
+        ValueError: In ``setup``, if the optimisers keep nothing, or not all that they keep is
+            tensors of the parameters' shapes and dtypes that start at zero and weights of them
             (:class:`fedmuon_pl.optim.adamw.AdamW` has such; torch's Adam has one count for all
             clients that train side by side).
     """
@@ -44,7 +44,7 @@ class KeptState(Mechanism):
             for key, value in state.items():
                 if key in weights:
                     self._numbers.setdefault(key, []).append(index)
-                elif key != "step" and _shape(value) == setting.x[index].shape:
+                elif key != "step" and _alike(value, setting.x[index]):
                     self._tensors.setdefault(key, []).append(index)
                 else:
                     raise ValueError(
@@ -53,29 +53,33 @@ class KeptState(Mechanism):
                     )
         if not self._tensors:
             raise ValueError("the local optimiser keeps no state; SGD does with momentum")
-        if not self._starts_at_zero(setting):
-            raise ValueError("the local optimiser's state does not start at zero (dampening?)")
+        with torch.no_grad(), random_state_kept(setting.x[0].device):
+            self._try(setting)
 
-    def _starts_at_zero(self, setting: Setting) -> bool:
-        """Whether a step from a state of zeros is a step from no state."""
+    def _try(self, setting: Setting) -> None:
+        """Whether a step from zeros is one from no state, and all that changes is state."""
         generator = torch.Generator().manual_seed(0)
-        gradients = [torch.randn(x.shape, generator=generator).to(x) for x in setting.x]
+        draws = [torch.randn(2, *x.shape, generator=generator).to(x) for x in setting.x]
         ends = []
         for placed in (False, True):
-            leaves = [torch.zeros_like(x, requires_grad=True) for x in setting.x]
+            leaves = [torch.empty_like(d[0]).copy_(d[0]).requires_grad_() for d in draws]
             members = self._rule.build(leaves, client_axis=False)
             run = LocalRun(0, [0], setting.x, leaves, [], members, False)
+            before = [group_options(optimizer) for optimizer, _ in members]
             if placed:
-                run.client_state = {
-                    "optimizer_state": [t.unsqueeze(0) for t in self._like(setting)]
-                }
+                zeros = [t.unsqueeze(0) for t in self._like(setting)]
+                run.client_state["optimizer_state"] = zeros
                 self.begin(run)
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                leaf.grad = gradient.to(leaf).clone(memory_format=torch.preserve_format)
+            for leaf, (_, gradient) in zip(leaves, draws, strict=True):
+                leaf.grad = torch.empty_like(leaf).copy_(gradient)
+            torch.manual_seed(0)
             for optimizer, _ in members:
                 optimizer.step()
+            if [group_options(optimizer) for optimizer, _ in members] != before:
+                raise ValueError("the local optimiser counts in its groups, not in its state")
             ends.append([leaf.detach() for leaf in leaves])
-        return all(map(torch.equal, *ends))
+        if not all(map(torch.equal, *ends)):
+            raise ValueError("the local optimiser's state does not start at zero (dampening?)")
 
     def _like(self, setting: Setting) -> Tensors:
         zero = setting.x[0].new_zeros((), dtype=torch.float64)
@@ -91,15 +95,21 @@ class KeptState(Mechanism):
         values = iter(run.client_state["optimizer_state"])
         for key, indices in self._tensors.items():
             run.set_state(key, indices, [next(values) for _ in indices], per_client=True)
-        for key, indices in self._numbers.items():
-            run.set_number(key, indices, next(values))
+        numbers: list[Any] = list(values)
+        if numbers and not run.client_axis:
+            numbers = torch.cat(numbers).tolist()  # a GPU is waited for once
+        for (key, indices), number in zip(self._numbers.items(), numbers, strict=True):
+            run.set_number(key, indices, number)
 
-    def end(self, run: LocalRun) -> None:
-        """Keeps it."""
+    def end(self, run: LocalRun) -> Upload:
+        """Keeps it; the upload, of no bytes, is finite where the state is."""
         tensors = [t for key, ids in self._tensors.items() for t in run.get_state(key, ids)]
         numbers = [run.get_number(key, ids) for key, ids in self._numbers.items()]
         run.client_state["optimizer_state"] = [*tensors, *numbers]
+        sound = torch.stack([t.reshape(len(t), -1).isfinite().all(1) for t in tensors]).all(0)
+        check = torch.zeros_like(sound, dtype=tensors[0].dtype).masked_fill(~sound, torch.nan)
+        return Upload([check], by_weight=False, sent=False)
 
 
-def _shape(value: Any) -> torch.Size | None:  # noqa: ANN401
-    return value.shape if isinstance(value, Tensor) else None
+def _alike(value: Any, x: Tensor) -> bool:  # noqa: ANN401
+    return isinstance(value, Tensor) and value.shape == x.shape and value.dtype == x.dtype

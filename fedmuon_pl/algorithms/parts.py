@@ -96,7 +96,8 @@ class LocalRule(ABC):
         for leaf in leaves:
             leaf.grad = torch.zeros_like(leaf)
         for optimizer, indices in self.build(leaves, client_axis=False):
-            optimizer.step()
+            with torch.no_grad():
+                optimizer.step()
             for i in indices:
                 state = optimizer.state.get(leaves[i], {})
                 yield type(optimizer), i, {k: v for k, v in state.items() if v is not None}
@@ -232,12 +233,11 @@ class LocalRun:
         found = [self._leaf(i) for i in indices]
         values = [optimizer.state[leaf].get(key, 0.0) for optimizer, leaf in found]
         if len({v for v in values if isinstance(v, float)}) > 1:
-            raise ValueError(
-                f"{key} differs between parameter groups, where one number stands for all: give "
-                f"them the same betas"
-            )
-        value = torch.as_tensor(values[0], dtype=torch.float64, device=found[0][1].device)
-        return value.expand(len(self.clients))
+            raise ValueError(f"{key} differs between parameter groups: give them the same betas")
+        value: Any = values[0]
+        if not isinstance(value, Tensor):  # so that a GPU is not waited for
+            value = torch.full((), value, dtype=torch.float64, device=found[0][1].device)
+        return value.to(torch.float64).expand(len(self.clients))  # type: ignore[no-any-return]
 
     def _leaf(self, index: int) -> tuple[Optimizer, Tensor]:
         for optimizer, indices in self.members:

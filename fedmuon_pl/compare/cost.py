@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
+from ..arguments import root_cause
 from ..errors import ConfigError
 from .plan import Run
 from .reproduction import build
@@ -27,7 +29,7 @@ class Cost:
         seconds: Of all runs one after the other.
         bytes: On disk.
         step: Seconds of one local step without orthogonalisation.
-        orthogonalise: Seconds that orthogonalising all matrices adds to it.
+        orthogonalise: Seconds that orthogonalising all matrices adds to it, by the slowest method.
         forward: Seconds of one batch in an evaluation.
         device: What it was measured on.
     """
@@ -66,7 +68,7 @@ def estimate(
 
     from ..algorithms.base import Setting
     from ..clients import nbytes
-    from ..optim.orthogonalize import as_matrix, newton_schulz
+    from ..optim.orthogonalize import Orthogonalizer, as_matrix
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     before = torch.get_num_threads()
@@ -84,16 +86,23 @@ def estimate(
             with torch.no_grad():
                 torch._foreach_add_(parameters, gradients, alpha=-1e-6)
 
-        def orthogonalise() -> None:
+        def orthogonalise(polar: Orthogonalizer) -> None:
             for p in parameters:
                 if p.ndim > 1:
-                    newton_schulz(as_matrix(p.detach()))
+                    polar(as_matrix(p.detach()))
 
         def evaluate() -> None:
             with torch.no_grad():
                 network(x)
 
-        one, more, forward = (_seconds(work, device) for work in (step, orthogonalise, evaluate))
+        one, forward = (_seconds(work, device) for work in (step, evaluate))
+        more = {"none": 0.0}
+        for run in runs:
+            method, steps = _method(run)
+            if method not in more:
+                more[method] = _seconds(
+                    partial(orthogonalise, Orthogonalizer(method, steps)), device
+                )
     finally:
         torch.set_num_threads(before)
     weights = sum(p.numel() for p in network.parameters())
@@ -105,8 +114,7 @@ def estimate(
             raise ConfigError(f"{run.name}: a reproduction needs model.local_steps")
         cohort = int(run.settings["server.clients_per_round"])
         local = cohort * int(run.settings["model.local_steps"])
-        method = str(run.settings.get("model.algorithm.init_args.orthogonalizer", "none"))
-        a_step = one + (more if method != "none" else 0.0)
+        a_step = one + more[_method(run)[0]]
         every = int(run.settings.get("trainer.check_val_every_n_epoch", 1))
         held_out = float(run.settings.get("data.init_args.val_size", 0))
         evaluated = test_samples + (held_out if held_out >= 1 else 0)
@@ -115,11 +123,14 @@ def estimate(
         size += 2 * 3 * 4 * weights
         clients = int(run.settings["data.init_args.clients"])
         if run.method not in kept:
-            algorithm = build("algorithm", run.settings)
-            algorithm.setup(Setting.of(network, clients, local // cohort))
+            try:
+                algorithm = build("algorithm", run.settings)
+                algorithm.setup(Setting.of(network, clients, local // cohort))
+            except ValueError as error:
+                raise ConfigError(f"{run.name}: {root_cause(error)}") from None
             kept[run.method] = sum(map(nbytes, algorithm.client_state_like().values()))
         size += kept[run.method] * client_states(clients, cohort, run.rounds or 1)
-    return Cost(seconds, size, one, more, forward, str(device))
+    return Cost(seconds, size, one, max(more.values()), forward, str(device))
 
 
 def estimate_apart(*args: Any) -> Cost:  # noqa: ANN401
@@ -130,6 +141,13 @@ def estimate_apart(*args: Any) -> Cost:  # noqa: ANN401
         return estimate(*args)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(estimate, *args).result()
+
+
+def _method(run: Run) -> tuple[Any, int]:
+    """By what it orthogonalises, and in how many steps."""
+    arguments = "model.algorithm.init_args"
+    method = run.settings.get(f"{arguments}.orthogonalizer", "none")
+    return method, int(run.settings.get(f"{arguments}.ns_steps", 0))
 
 
 def client_states(clients: int, cohort: int, rounds: int) -> int:

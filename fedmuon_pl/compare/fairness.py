@@ -12,7 +12,7 @@ from .runs import RunData
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["conditions", "decisive", "differences", "settings"]
+__all__ = ["class_default", "conditions", "decisive", "differences", "settings"]
 
 # Keys under which two fairly compared runs may differ: they say how fast, never what.
 _SPEED = re.compile(
@@ -101,10 +101,17 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _default(config: Mapping[str, Any], key: str) -> str:
+def class_default(config: Mapping[str, Any], key: str) -> str:
     """What an argument is that this run's version of our class did not have yet: its default.
 
     An argument that is added leaves by default everything as it was.
+
+    Args:
+        config: Of the run, by dotted key.
+        key: Of the argument.
+
+    Returns:
+        The default as JSON, ``(absent)`` for a class of another package or an unknown argument.
     """
     base, _, name = key.rpartition(".init_args.")
     module, _, owner = str(config.get(f"{base}.class_path")).rpartition(".")
@@ -135,7 +142,7 @@ def _differing(
         values = {
             name: json.dumps(run.config[key], default=str)
             if key in run.config
-            else _default(run.config, key)
+            else class_default(run.config, key)
             for name, run in runs.items()
         }
         if who := _apart(values):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ..environment import FILE
-from .fairness import decisive
+from .fairness import class_default, decisive
 from .plan import Run, flag_text
 from .runs import done_rounds, flatten, progress, read_yaml
 
@@ -78,7 +78,8 @@ def _conflict(run: Run) -> str | None:
                 return _differs(parent, saved[parent], planned.get(f"{parent}.class_path", "set"))
             if value is None and f"{key}.class_path" in saved:
                 return _differs(key, saved[f"{key}.class_path"], None)
-            if value:  # an argument that the version of that run did not have
+            # An argument that the version of that run did not have is what it is by default.
+            if value and class_default(saved, key) != json.dumps(value):
                 return _differs(key, "not set", value)
     for key, value in before.items():
         if key not in planned and value is not None:

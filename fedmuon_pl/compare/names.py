@@ -9,7 +9,7 @@ NAMES = {
     "fedmuon_cached": "FedMuon (cached)",
     "fedmuon_lmo": "FedMuon-LMO",
     "local_muon": "Local Muon",
-    "local_muon_cut": "Local Muon (null space cut)",
+    "local_muon_cut": "Local Muon (cut SVD)",
     "fedavg": "FedAvg",
     "fedavgm": "FedAvgM",
     "fedavg_momentum": "FedAvg (momentum)",

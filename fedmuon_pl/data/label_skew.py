@@ -15,7 +15,7 @@ from .partition import (
     _offsets,
 )
 
-__all__ = ["ClassesPerClient", "DirichletReleasedCode", "Shards"]
+__all__ = ["ClassesPerClient", "DirichletLMO", "DirichletReleasedCode", "Shards"]
 
 # The last id of each draw's key: changing one kind of draw must not move the others.
 _POOLS, _SHARES, _CLASSES, _ORDER = range(4)
@@ -136,6 +136,41 @@ class DirichletReleasedCode(Partitioner):
             taken.append(np.concatenate([pool, *again])[:wanted])
             owner.append(np.repeat(np.arange(clients), counts[:, k]))
         return by_owner(np.concatenate(taken), np.concatenate(owner), clients, seed)
+
+
+class DirichletLMO(Partitioner):
+    r"""The split of a public reproduction of FedMuon-LMO, for parity with its numbers only.
+
+    Of each class, one after the other, client ``j`` gets ``floor(p_{k,j} n_k)`` samples with
+    :math:`p_k \sim Dir_J(\alpha \mathbf 1)`, and what is left over goes to the client that has
+    least of it (the first of them). The shares are those that github.com/HiraNayak/FedMuon,
+    ``data.py``, draws for this seed, which is 42 there; which images of a class a client gets is
+    not. For anything but parity, :class:`~fedmuon_pl.data.partition.DirichletByClass`.
+
+    Args:
+        alpha: Concentration, > 0.
+        class_size: Images a class of the data that the shares were published for, as the random
+            stream follows it; None for as many as there are.
+
+    Raises:
+        ValueError: If ``alpha`` is not positive and finite, or ``class_size`` below 1.
+    """
+
+    def __init__(self, alpha: float, class_size: int | None = None) -> None:
+        """See the class."""
+        self.alpha = _alpha(alpha)
+        self.class_size = None if class_size is None else _count("class_size", class_size, 1)
+
+    def _split(self, codes: IntArray, clients: int, seed: int) -> Partition:
+        pools, sizes = _class_pools(codes, numpy_rng(seed, "partition", _POOLS))
+        rng = np.random.default_rng(seed)
+        owner = []
+        for n_k in sizes.tolist():
+            rng.shuffle(np.arange(self.class_size or n_k))  # theirs shuffles the class first
+            counts = (rng.dirichlet(np.full(clients, self.alpha)) * n_k).astype(np.int64)
+            counts[counts.argmin()] += n_k - counts.sum()
+            owner.append(np.repeat(np.arange(clients), counts))
+        return by_owner(pools, np.concatenate(owner), clients, seed)
 
 
 def by_owner(samples: IntArray, owner: IntArray, clients: int, seed: int) -> Partition:
