@@ -202,6 +202,7 @@ ROTATION = {"class_path": "fedmuon_pl.data.feature_skew.Rotation", "init_args": 
 SKEW = {"data.init_args.feature_skew.class_path": "Rotation"}
 FASHION = {"data.class_path": "FashionMNIST", "data.init_args.root": "a/b"}
 TOY = {**FASHION, "data.init_args.verify": False}
+OURS = {"data.class_path": "fedmuon_pl.data.fashion.FashionMNIST"}
 FOLDERS = {"data.class_path": "ImageFolder", "data.init_args.root": "photos/a"}
 
 
@@ -232,6 +233,11 @@ FOLDERS = {"data.class_path": "ImageFolder", "data.init_args.root": "photos/a"}
         ({}, {}, {"data.init_args.new_option": 0.0}, ""),
         ({}, {}, {"data.init_args.new_option": 0.1}, "new_option is not set there and 0.1 in the"),
         ({}, {"channels_last": False}, {"data.init_args.channels_last": True}, "channels_last is"),
+        # Of our own classes it is known what an argument is that a run's version had not.
+        (OURS, {}, {**OURS, "data.init_args.verify": True}, ""),
+        (OURS, {}, {**OURS, "data.init_args.verify": False}, "verify is not set there and false"),
+        (OURS, {}, {**OURS, "data.init_args.val_size": 5000}, ""),
+        (OURS, {}, {**OURS, "data.init_args.val_size": 100}, "val_size is not set there and 100"),
         # A null over a class, and no null any more.
         ({"data.init_args.augment": None}, {"augment": None},
          {"data.init_args.augment.class_path": "CropFlip"}, "augment is null there and CropFlip"),

@@ -402,6 +402,18 @@ METHODS = {
         reference.fedmuon_lmo,
         {"lr": 0.05, "alpha": 0.3, "population": 5, "control_variates": False},
     ),
+    "fedmuon_lmo-fresh": (
+        partial(FedMuonLMO, 0.05, keep_momentum=False, control_variates=False, server_lr=0.7),
+        reference.fedmuon_lmo,
+        {
+            "lr": 0.05,
+            "population": 5,
+            "keep_momentum": False,
+            "control_variates": False,
+            "server_lr": 0.7,
+            "orthogonalize": NEWTON_SCHULZ,
+        },
+    ),
     "fedmuon_lmo-no-iteration": (
         partial(FedMuonLMO, 0.05, ns_steps=0),
         reference.fedmuon_lmo,

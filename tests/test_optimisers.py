@@ -9,6 +9,8 @@ import torch
 from federation import federate
 
 from fedmuon_pl import AdamW, FedAdamW, FedAvg, FedLADA, FedMuonLMO, LocalMuon, MuLoCo, ServerMuon
+from fedmuon_pl.algorithms.base import Setting
+from fedmuon_pl.errors import NonFiniteUpdate
 from fedmuon_pl.optim.chained import Chained
 from fedmuon_pl.optim.lmo import LMO
 from fedmuon_pl.optim.muon import Muon, step_scale
@@ -269,6 +271,85 @@ def test_methods_refuse(method, message):
 def test_states_that_clients_cannot_keep(optimizer, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         federate(FedAvg(0.1, optimizer, keep_state=True), reference.tiny_problem()[2], tmp_path)
+
+
+class Kept(torch.optim.Optimizer):
+    """Momentum, with one thing that a test wants to be odd."""
+
+    elementwise = True
+
+    def __init__(self, params, lr=0.1, oddity=""):
+        super().__init__(params, {"lr": lr, "oddity": oddity})
+
+    def step(self):
+        for group in self.param_groups:
+            oddity = group["oddity"]
+            if oddity == "counts":
+                group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                if "m" not in state:
+                    state["m"] = p.detach().clone() if oddity == "weights" else torch.zeros_like(p)
+                if oddity == "dtype":
+                    state["m"] = state["m"].float()
+                state["m"].mul_(0.9).add_(p.grad)
+                noise = torch.randn_like(p) if oddity == "noise" else 0
+                p.sub_(group["lr"] * (state["m"] + noise))  # in place, without no_grad
+
+
+@pytest.mark.parametrize(
+    ("oddity", "message"),
+    [
+        ("", None),
+        ("noise", None),
+        ("weights", "does not start at zero"),
+        ("counts", "counts in its groups"),
+        ("dtype", "cannot keep the state 'm' of Kept"),
+    ],
+)
+def test_any_optimiser_whose_state_starts_at_zero_can_be_kept(oddity, message, tmp_path):
+    data = reference.tiny_problem()[2]
+    method = FedAvg(0.1, partial(Kept, oddity=oddity), keep_state=True)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            federate(method, data, tmp_path)
+        return
+    mine, _ = federate(method, data, tmp_path / "a")
+    if not oddity:
+        sgd = partial(torch.optim.SGD, momentum=0.9)
+        theirs, _ = federate(FedAvg(0.1, sgd, keep_state=True), data, tmp_path / "b")
+        for x, y in zip(mine.x, theirs.x, strict=True):
+            same(x.values(), y.values())
+
+
+def test_the_probe_of_kept_state_leaves_the_random_stream_alone():
+    method = FedAvg(0.1, partial(Kept, oddity="noise"), keep_state=True)
+    setting = Setting.of(torch.nn.Linear(3, 2), 5)
+    before = torch.get_rng_state()
+    method.setup(setting)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_client_whose_kept_state_is_not_finite_is_refused(tmp_path):
+    """A second moment of infinity makes steps of 0: nothing else would tell."""
+    data = {c: (1e22 * x.float(), y) for c, (x, y) in reference.tiny_problem()[2].items()}
+    method = FedAvg(1e-3, partial(AdamW, weight_decay=0.0), keep_state=True)
+    with pytest.raises(NonFiniteUpdate):
+        federate(
+            method,
+            data,
+            tmp_path,
+            network=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3)),
+            trainer_kwargs={"precision": "32-true"},
+        )
+
+
+@pytest.mark.parametrize("rtol", [None, 0.0, 0.1])
+def test_the_cut_of_an_svd_reaches_the_lmo(rtol):
+    method = FedMuonLMO(0.1, orthogonalizer="svd", svd_rtol=rtol)
+    method.setup(Setting.of(torch.nn.Linear(3, 2), 5))
+    (member,) = method.local.build(list(torch.nn.Linear(3, 2).parameters()), client_axis=False)
+    assert member.optimizer.orthogonalizer == Orthogonalizer("svd", rtol=rtol)
 
 
 def test_muloco_with_a_plain_server_and_no_kept_state_is_local_muon(tmp_path):

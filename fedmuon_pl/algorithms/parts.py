@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..clients import Tensors, batch_norm_state, persistent_buffers, trainable
+from ..clients import Tensors, batch_norm_state, persistent_buffers, random_state_kept, trainable
 
 __all__ = ["LocalRule", "LocalRun", "Mechanism", "Member", "Setting", "Upload"]
 
@@ -96,7 +96,7 @@ class LocalRule(ABC):
         for leaf in leaves:
             leaf.grad = torch.zeros_like(leaf)
         for optimizer, indices in self.build(leaves, client_axis=False):
-            with torch.no_grad():
+            with torch.no_grad(), random_state_kept(leaves[0].device):
                 optimizer.step()
             for i in indices:
                 state = optimizer.state.get(leaves[i], {})

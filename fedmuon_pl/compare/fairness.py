@@ -12,7 +12,7 @@ from .runs import RunData
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["class_default", "conditions", "decisive", "differences", "settings"]
+__all__ = ["ABSENT", "class_default", "conditions", "decisive", "differences", "settings"]
 
 # Keys under which two fairly compared runs may differ: they say how fast, never what.
 _SPEED = re.compile(
@@ -24,7 +24,7 @@ _SECTIONS = re.compile(
     r"^(data|server|model)\.|^trainer\.(max_epochs|precision)$|(^|\.)(local_\w+|batch_size)$"
 )
 _METHOD = re.compile(r"(^|\.)algorithm(\.|$)")
-_ABSENT = "(absent)"
+ABSENT = "(absent)"
 
 
 def _fair(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,13 +116,18 @@ def class_default(config: Mapping[str, Any], key: str) -> str:
     base, _, name = key.rpartition(".init_args.")
     module, _, owner = str(config.get(f"{base}.class_path")).rpartition(".")
     if module.partition(".")[0] != "fedmuon_pl":
-        return _ABSENT
+        return ABSENT
     try:
-        arguments = inspect.signature(getattr(importlib.import_module(module), owner)).parameters
-        default = arguments[name].default
-    except (ImportError, AttributeError, KeyError):
-        return _ABSENT
-    return _ABSENT if default is inspect.Parameter.empty else json.dumps(default, default=str)
+        found = getattr(importlib.import_module(module), owner)
+    except (ImportError, AttributeError):
+        return ABSENT
+    default = inspect.Parameter.empty
+    for kind in getattr(found, "__mro__", (found,)):  # the rest goes by **kwargs to the next one
+        arguments = inspect.signature(getattr(kind, "__init__", kind)).parameters
+        if name in arguments:
+            default = arguments[name].default
+            break
+    return ABSENT if default is inspect.Parameter.empty else json.dumps(default, default=str)
 
 
 def _apart(values: Mapping[str, str]) -> str:

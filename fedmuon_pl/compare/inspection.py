@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ..environment import FILE
-from .fairness import class_default, decisive
+from .fairness import ABSENT, class_default, decisive
 from .plan import Run, flag_text
 from .runs import done_rounds, flatten, progress, read_yaml
 
@@ -79,7 +79,8 @@ def _conflict(run: Run) -> str | None:
             if value is None and f"{key}.class_path" in saved:
                 return _differs(key, saved[f"{key}.class_path"], None)
             # An argument that the version of that run did not have is what it is by default.
-            if value and class_default(saved, key) != json.dumps(value):
+            default = class_default(saved, key)
+            if value if default == ABSENT else not _same(key, json.loads(default), value):
                 return _differs(key, "not set", value)
     for key, value in before.items():
         if key not in planned and value is not None:
