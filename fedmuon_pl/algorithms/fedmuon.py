@@ -177,7 +177,7 @@ class LocalMuon(FedMuon):
         ns_coefficients: Of Newton-Schulz; the quintic of Jordan et al. if None.
         ns_dtype: What the iteration is computed in; the weights' own if None.
         ns_eps: Added to the Frobenius norm that the iteration divides by.
-        svd_rtol: Relative cut of singular values, for ``"svd"`` only.
+        svd_rtol: Relative cut of singular values, for ``"svd"`` only; 0 for none.
         scale: Step scale of a matrix.
         matrix_view: How tensors of three, five or more axes are read.
         weight_decay: Decoupled.

@@ -99,8 +99,8 @@ class FedMuonLMO(Algorithm):
     with ``lmo(G) = -U V^T`` for a matrix and ``-G / ||G||_2`` for other tensors; see
     :class:`MomentumVariates` for C and C_i, :class:`ServerShare` for the server. A client's first
     local step in every round thus follows an estimate of the mean momentum. Clients keep state: it
-    is for few clients that come back often. Without ``control_variates`` it is the Local Muon that
-    the paper compares with: C_i and C stay 0.
+    is for few clients that come back often. Without ``control_variates`` C_i and C stay
+    0: the Local Muon of the public reproduction below.
 
     Checked against a public reproduction (github.com/HiraNayak/FedMuon), which keeps M_i between
     the rounds, takes the exact polar factor and alpha = 0.9.
@@ -116,8 +116,8 @@ class FedMuonLMO(Algorithm):
         ns_coefficients: Of Newton-Schulz; the quintic of Jordan et al. if None.
         ns_dtype: What the iteration is computed in; the weights' own if None.
         svd_rtol: Singular values below this share of the largest give 0, for ``"svd"`` only; None
-            as in :func:`fedmuon_pl.optim.orthogonalize.polar_svd`, 0 for the null space's arbitrary
-            directions too.
+            and 0 as in :func:`fedmuon_pl.optim.orthogonalize.polar_svd`. With 0 a step is not the
+            same on another machine or side by side.
         scale: Step scale of a matrix, ours; the paper has ``"none"``.
         rest_patterns: Names of matrices that are treated as vectors.
 
