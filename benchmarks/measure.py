@@ -97,7 +97,7 @@ def round_done():
 
 def fit(configs, settings):
     """``fedmuon fit``, which says when each round has been logged; the exit status."""
-    from fedmuon_pl.cli import main
+    from fedmuon_pl.cli import command
     from fedmuon_pl.server.roundlog import MetricsFile
 
     original = MetricsFile.log_metrics
@@ -117,7 +117,7 @@ def fit(configs, settings):
     }
     words = [word for name in configs for word in ("-c", name)]
     words += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    return main(["fit", *words])
+    return command(["fit", *words])
 
 
 # -- the machine ----------------------------------------------------------------------------------

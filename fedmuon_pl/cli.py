@@ -1,10 +1,12 @@
 """The command ``fedmuon``: Lightning's ``fit``, ``validate`` and ``test``, and our own commands."""
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
 
 HELP = """usage: fedmuon COMMAND ...
 
@@ -32,11 +34,29 @@ An error gets one sentence; with FEDMUON_DEBUG=1 in the environment, training sh
 """
 
 
-def main(args: list[str] | None = None) -> int:
+def command(args: list[str] | None = None) -> int:
+    """Runs one command in a process of its own, which is to end when it returns.
+
+    As :func:`main`, with less work for the collector of reference cycles: what is imported, most of
+    a million objects, stays to the end. Collecting among them took a tenth of the imports' time,
+    and two seconds of the interpreter's end.
+    """
+    gc.disable()
+    atexit.register(gc.freeze)  # the first to register is the last to run
+    return main(args, _imported)
+
+
+def _imported() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def main(args: list[str] | None = None, imported: Callable[[], None] = lambda: None) -> int:
     """Runs one command.
 
     Args:
         args: The command line without the program's name; ``sys.argv`` if None.
+        imported: Is called when all that the command needs is imported.
 
     Returns:
         The exit status: 0, or 2 after one sentence on the standard error.
@@ -59,6 +79,7 @@ def main(args: list[str] | None = None) -> int:
     if command in ("fit", "validate", "test"):
         from .training import train_main
 
+        imported()
         return train_main(args)
     if command == "partition":
         from .compare.partition_command import partition_main as run
@@ -75,4 +96,5 @@ def main(args: list[str] | None = None) -> int:
     else:
         print(f"fedmuon: no command {command!r}; see fedmuon --help", file=sys.stderr)
         return 2
+    imported()
     return run(rest)

@@ -1,6 +1,8 @@
 """The command line as a user meets it."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,7 +84,7 @@ BAD = {
         "trainer.val_check_interval=0.5 .* trainer.check_val_every_n_epoch",
     ),
     "16-mixed": (["--trainer.precision=16-mixed"], "trainer.precision=16-mixed .* bf16-mixed"),
-    "clipping": (["--trainer.gradient_clip_val=1"], "gradient_clip_val=1 .*client_clip_norm"),
+    "clipping": (["--trainer.gradient_clip_val=1"], r"gradient_clip_val=1(\.0)? .*client_clip_norm"),
     "devices": (["--trainer.devices=0"], "trainer.devices=0 .* number of processes"),
     "nodes": (["--trainer.num_nodes=2"], "trainer.num_nodes=2: start the command on every node"),
     "strategy": (["--trainer.strategy=ddp"], "trainer.strategy=ddp "),
@@ -234,3 +236,37 @@ def test_partition_shows_table_and_picture(capsys, tmp_path):
     assert (tmp_path / "runs/digits/partition.png").stat().st_size > 10_000
     assert call("partition", *args, "--data.clients=0") == 2
     assert capsys.readouterr().err == "fedmuon: data.clients=0: must be at least 1\n"
+
+
+COLLECTED = """
+import atexit, gc, sys
+from unittest import mock
+import fedmuon_pl.training
+
+def end():
+    print("at the end", gc.get_freeze_count() > 100_000, flush=True)
+
+def train(args):
+    print("in the command", gc.isenabled(), gc.get_freeze_count() > 100_000, flush=True)
+    gc.unfreeze()  # as after a run in several processes
+    return 3
+
+atexit.register(end)
+with mock.patch("fedmuon_pl.training.train_main", train):
+    from fedmuon_pl.cli import command, main
+    main(["fit"]), print("in a process of the user's", gc.get_freeze_count() > 0)
+    sys.exit(command(["fit"]))
+"""
+
+
+def test_what_is_imported_is_not_collected():
+    """Neither while the command runs nor at the end, and only in a process of its own."""
+    words = [sys.executable, "-c", COLLECTED]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == [
+        "in the command True False",
+        "in a process of the user's False",
+        "in the command True True",
+        "at the end True",
+    ]

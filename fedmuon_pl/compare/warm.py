@@ -129,11 +129,13 @@ def serve(ours: socket.socket) -> int:
     """The process: forks for each message that comes, and says how forks end."""
     import gc
 
+    gc.disable()  # see fedmuon_pl.cli.command
     from .. import training  # noqa: F401
     from ..launch import end_openmp_threads
 
     end_openmp_threads()
     gc.freeze()  # a collection would touch, and so copy, every shared page
+    gc.enable()
     running: set[int] = set()
     while True:
         if select.select([ours], [], [], 0.05)[0]:
