@@ -84,7 +84,7 @@ BAD = {
         "trainer.val_check_interval=0.5 .* trainer.check_val_every_n_epoch",
     ),
     "16-mixed": (["--trainer.precision=16-mixed"], "trainer.precision=16-mixed .* bf16-mixed"),
-    "clipping": (["--trainer.gradient_clip_val=1"], r"gradient_clip_val=1(\.0)? .*client_clip_norm"),
+    "clipping": (["--trainer.gradient_clip_val=1"], r"gradient_clip_val=1(\.0)? .*client_clip"),
     "devices": (["--trainer.devices=0"], "trainer.devices=0 .* number of processes"),
     "nodes": (["--trainer.num_nodes=2"], "trainer.num_nodes=2: start the command on every node"),
     "strategy": (["--trainer.strategy=ddp"], "trainer.strategy=ddp "),
