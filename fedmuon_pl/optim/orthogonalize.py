@@ -230,7 +230,10 @@ def polar_svd(matrix: Tensor, rtol: float | None = None) -> Tensor:
             rtol = 1e-10 if x.dtype == torch.float64 else 1e-5
         # LAPACK would refuse the whole batch for one matrix that is not finite.
         finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-        u, s, vh = torch.linalg.svd(x.where(finite, 0), full_matrices=False)
+        x, wide = x.where(finite, 0), x.shape[-2] < x.shape[-1]
+        u, s, vh = torch.linalg.svd(x.mT if wide else x, full_matrices=False)  # tall is faster
+        if wide:
+            u, vh = vh.mT, u.mT
         if rtol > 0:
             u = u * (s > rtol * s[..., :1]).unsqueeze(-2)
         polar: Tensor = (u @ vh).where(finite, torch.nan)
