@@ -181,7 +181,7 @@ def main():
     names = ("torch", "flwr", "ray", "pfl", "numpy")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     command = "python benchmarks/peers/run_all.py " + " ".join(sys.argv[1:])
-    text = f"    {command}\n\n" + (
+    text = f"`{command.strip()}`\n\n" + (
         f"{where['machine']}; {versions}; commit {where['commit']}, {where['date']}; load "
         f"{load:.1f} to {os.getloadavg()[0]:.1f}. FedAvg, 100 clients, 10 a "
         f"round, Dirichlet 0.1, the same cohorts, batches and x^0 for all; the middle "
