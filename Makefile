@@ -70,7 +70,7 @@ sensitivity: $(VENV)/.installed ## How FedMuon depends on alpha, beta, rate and 
 reproduce-cifar100-vit-tiny reproduce-tiny-imagenet-vit-tiny reproduce-tiny-imagenet-swin: $(VENV)/.installed-models
 
 # make reproduce-cifar100-resnet18 DIR=0.1 SEEDS="0 1" ROUNDS=50 GPUS=2 SMOKE=1 PARITY=1
-reproduce-%: $(VENV)/.installed ## A published table, ours beside theirs: cifar100-resnet18, lmo, mini, ...
+reproduce-%: $(VENV)/.installed ## A published table, ours beside theirs: cifar100-resnet18, lmo, lmo-public, mini, ...
 	$(BIN)/fedmuon reproduce $* --root $(RUNS)/reproduce --data $(DATA) \
 	  $(if $(DIR),--case $(addprefix dir,$(DIR))) $(if $(filter-out file,$(origin SEEDS)),--seed $(SEEDS)) \
 	  $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(GPUS),--jobs $(GPUS)) \
