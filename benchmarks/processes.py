@@ -130,13 +130,8 @@ def child(kind, processes, rounds, folder):
 def measure(kind, processes, rounds):
     if kind == "imports":
         work = "import time, torch, pytorch_lightning; print('ROUND', time.time(), 0, flush=True)"
-        done = run([sys.executable, "-c", work])
-        return (
-            done.seconds,
-            done.ends[0],
-            math.nan,
-            done.peak,
-        )  # its end takes seconds too
+        done = run([sys.executable, "-c", work])  # the interpreter's end takes seconds too
+        return done.seconds, done.ends[0], math.nan, done.peak
     with tempfile.TemporaryDirectory() as folder:
         if kind == "bare":
             write_inputs(os.path.join(folder, "store.npz"), rounds)

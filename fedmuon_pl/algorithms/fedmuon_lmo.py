@@ -148,6 +148,9 @@ class FedMuonLMO(Algorithm):
             rtol=svd_rtol,
         )
         rule = LMORule(lr, alpha, lmo, scale, rest_patterns)
-        kept = [KeptState(rule)] if keep_momentum else []
-        variates = [MomentumVariates(keep_momentum)] if control_variates else kept
-        super().__init__(rule, [*variates, ServerShare(server_lr)])
+        mechanisms: list[Mechanism] = []
+        if control_variates:
+            mechanisms.append(MomentumVariates(keep_momentum))
+        elif keep_momentum:
+            mechanisms.append(KeptState(rule))
+        super().__init__(rule, [*mechanisms, ServerShare(server_lr)])
