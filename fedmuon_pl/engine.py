@@ -19,6 +19,7 @@ from .clients import (
 )
 from .data.partition import IntArray
 from .errors import ConfigError
+from .hardware import keep_freed_memory
 
 if TYPE_CHECKING:
     from .module import FederatedModule
@@ -32,6 +33,7 @@ __all__ = [
     "even_blocks",
     "free_memory",
     "gpu_settings",
+    "keep_freed_memory",
     "seed_forward",
 ]
 

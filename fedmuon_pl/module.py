@@ -160,6 +160,7 @@ class FederatedModule(LightningModule):
 
     def on_fit_start(self) -> None:
         """Places the data and allocates the client stack, once the model is on its device."""
+        engine.keep_freed_memory()
         x = next(iter(trainable(self.network).values()))
         self.data.place(x.device, x.dtype)
         self._at_once = engine.clients_at_once(self, x.device)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from federation import ClientLists, TinyNet, federate
+from hypothesis import given
+from hypothesis import strategies as st
 from networks import Everything, Frozen, OwnBuffer, batch_norm
 from pytorch_lightning import Callback
 from torch import nn
@@ -16,6 +18,7 @@ from fedmuon_pl.algorithms.local import TorchRule
 from fedmuon_pl.data.sampling import cohort
 from fedmuon_pl.errors import NonFiniteUpdate
 from fedmuon_pl.server.aggregate import RunningMean
+from fedmuon_pl.server.totals import all_finite
 
 SGD = torch.optim.SGD
 
@@ -324,6 +327,28 @@ class Spoilt(Mechanism):
 
     def aggregate(self, mean, cohort_size):
         self.replace("mean", mean)
+
+
+@given(
+    shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    layout=st.permutations(range(3)),
+    bad=st.lists(
+        st.tuples(st.sampled_from([np.inf, -np.inf, np.nan]), st.integers(0, 255)), max_size=2
+    ),
+)
+def test_finite_says_of_each_client_whether_all_is_finite(shape, dtype, layout, bad):
+    t = torch.linspace(-1, 1, max(int(np.prod(shape)), 1), dtype=torch.float64)
+    t = t.mul(torch.finfo(dtype).max).to(dtype)
+    t = t[: int(np.prod(shape))].reshape(shape)
+    for value, at in bad:
+        if t.numel():
+            t.view(-1)[at % t.numel()] = value
+    if t.ndim == 4:
+        order = [0, *(1 + i for i in layout)]
+        t = t.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+    expected = [bool(one.isfinite().all()) for one in t]
+    assert all_finite(t).tolist() == expected
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

@@ -189,15 +189,15 @@ def test_symmetric_products_by_blocks(rows, batch):
     x = torch.randn(*batch, rows, 40, dtype=torch.float64, generator=rng)
     plus = torch.randn(*batch, rows, rows, dtype=torch.float64, generator=rng)
     plus = plus + plus.mT
-    found = orthogonalize._symmetric_product(x, x.mT)
+    found = orthogonalize.symmetric_product(x, x.mT)
     torch.testing.assert_close(found, x @ x.mT, rtol=0, atol=1e-12)
     if rows >= 512:  # below the diagonal are copies
         assert torch.equal(found[..., 200:, :100], found[..., :100, 200:].mT)
-    found = orthogonalize._symmetric_product(x, x.mT, plus, beta=-0.5, alpha=3.0)
+    found = orthogonalize.symmetric_product(x, x.mT, plus, beta=-0.5, alpha=3.0)
     torch.testing.assert_close(found, 3 * x @ x.mT - 0.5 * plus, rtol=0, atol=1e-11)
     # Blocks are written in place, which autograd cannot follow.
     leaf = x.clone().requires_grad_()
-    found = orthogonalize._symmetric_product(leaf, leaf.mT)
+    found = orthogonalize.symmetric_product(leaf, leaf.mT)
     found.sum().backward()
     with torch.no_grad():
         torch.testing.assert_close(leaf.grad, 2 * x.sum(-2, keepdim=True).expand_as(x))

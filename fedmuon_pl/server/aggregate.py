@@ -83,14 +83,13 @@ class RunningMean:
 
 
 def mean_buffers(
-    running: RunningMean, counters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    means: Sequence[Tensor], counters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> None:
     """Writes the clients' averaged buffers into the global model's, in place.
 
     Float buffers are averaged with the round's weights; integer ones, which count, take the
     largest value of the cohort. Server rules never touch buffers.
     """
-    means = running.means().get("buffers", [])
     floats = [b for b in buffers.values() if b.is_floating_point()]
     if means:
         for buffer, mean in zip(floats, means, strict=True):

@@ -272,7 +272,7 @@ class FederatedServer(Callback):
         optimizer: Any = module.optimizers()
         optimizer.step()
         optimizer.zero_grad()
-        mean_buffers(totals.sums, totals.counters, totals.buffers)
+        mean_buffers(means.get("buffers", []), totals.counters, totals.buffers)
         self._total_bytes += totals.up + totals.down
         measured = self.diagnostics.summary(means["displacement"], before, self.plan.x0)
         seconds = time.perf_counter() - self._opened  # that has waited for all of a GPU's work

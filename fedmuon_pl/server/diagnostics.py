@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..clients import Tensors
+from ..optim.orthogonalize import symmetric_product
 
 __all__ = ["Measured", "RoundDiagnostics", "orthogonality"]
 
@@ -127,6 +128,6 @@ def orthogonality(update: Tensor) -> Tensor:
         m = m.T
     peak = m.abs().max()
     m = m / torch.where(peak > 0, peak, 1.0)
-    gram = m @ m.T
+    gram = symmetric_product(m, m.T)
     squares = m.shape[0] * gram.square().sum()
     return gram.trace().square() / torch.where(peak > 0, squares, 1.0)
