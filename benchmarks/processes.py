@@ -5,10 +5,10 @@
 Every contestant is a process of its own, with one thread for each of its processes, and does the
 same: FedAvg, LeNet on MNIST-5k, 100 clients, 10 a round, K = 20 steps of batch 50, an evaluation on
 the validation and test sets after every round. Two processes make 100 rounds, a third of the
-paper's run, and one makes 20. Prints, as medians over the repetitions: seconds of the whole command;
-seconds to the end of the first round, or of the imports alone; seconds of a later round (the slope
-between the first and the last); and the peak proportional set size of all its processes. No timing
-is a test.
+paper's run, and one makes 20. Prints, as medians over the repetitions: seconds of the whole
+command; seconds to the end of the first round, or of the imports alone; seconds of a later round
+(the slope between the first and the last); and the peak proportional set size of all its processes.
+No timing is a test.
 """
 
 import argparse
