@@ -22,13 +22,18 @@ from cli_runs import (
 )
 from federation import federate
 from lightning_fabric.plugins.environments.lightning import find_free_network_port
+from pytorch_lightning import Callback
 from reference import tiny_problem
+from torchmetrics import SumMetric
 
-from fedmuon_pl import FedAvg
+from fedmuon_pl import Classification, FedAvg
 from fedmuon_pl.cli import main
 from fedmuon_pl.data.batches import Batches
+from fedmuon_pl.data.digits import SklearnDigits
+from fedmuon_pl.data.partition import IID
 from fedmuon_pl.data.sampling import local_batches, local_work
 from fedmuon_pl.hardware import cores
+from fedmuon_pl.models import MLP
 from fedmuon_pl.parallel import ClientParallel, processes_threads
 from fedmuon_pl.server.reduce import shares
 
@@ -169,6 +174,59 @@ def test_python_buffers_and_weights_by_size(tmp_path):
     assert difference(runs[1], runs[0]) is None
     assert difference(runs[2], runs[0]) is None
     assert runs[0][1]["norm.num_batches_tracked"] > 0
+
+
+def test_each_process_measures_its_own_clients(alone, tmp_path):
+    """Ten clients over two and three processes: no metric waits for another client's."""
+    personal = ["-c", "callbacks/personal", "--trainer.callbacks.fine_tune_epochs", "1"]
+    for processes in (2, 3):
+        status, folder, said = run("fedavg", tmp_path / str(processes), processes, *personal)
+        assert status == 0, said
+        assert_equal(folder, alone("fedavg", *personal))
+    assert 0 < float(rows(folder)[-1]["client/personal_acc_mean"]) < 1
+
+
+class Counting(Classification):
+    """Also counts the samples that are evaluated, by a metric that is a sum and no ratio."""
+
+    def metrics(self):
+        metrics = super().metrics()
+        metrics.add_metrics({"samples": SumMetric()})
+        return metrics
+
+    def evaluate(self, network, batch, metrics):
+        super().evaluate(network, batch, metrics)
+        metrics["samples"].update(len(batch[1]))
+
+
+class Evaluated(Callback):
+    def __init__(self):
+        self.values = []
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            metrics = trainer.callback_metrics.items()
+            self.values.append({k: float(v) for k, v in metrics if k.startswith(("val/", "test/"))})
+
+
+@pytest.mark.parametrize("size", [None, 64])
+def test_what_is_measured_does_not_depend_on_the_processes(size, tmp_path):
+    """With the default there are two batches of each split, so that a third process has none."""
+    measured = []
+    for processes in (1, 2, 3):
+        several = {"devices": processes, "strategy": "clients"} if processes > 1 else {}
+        how = {**several, "limit_val_batches": None, "num_sanity_val_steps": 0}
+        seen = Evaluated()
+        data = SklearnDigits(10, IID(), batch_size=8, eval_batch_size=size)
+        task = Counting(lambda: MLP(), num_classes=10)
+        settings = {"rounds": 2, "callbacks": [seen], "trainer_kwargs": how}
+        federate(FedAvg(0.1), data, tmp_path, task=task, **settings)
+        measured.append(seen.values)
+    assert len(measured[0]) == 2
+    assert measured[0][0]["val/samples"] == len(data.splits.val[1])
+    assert measured[0][0]["test/samples"] == len(data.splits.test[1])
+    assert measured[1] == measured[0]
+    assert measured[2] == measured[0]
 
 
 # -- what ends a run --------------------------------------------------------------------------

@@ -61,7 +61,8 @@ class FederatedDataModule(LightningDataModule):
         partition: Which client holds which samples.
         partition_seed: The partition's own seed; the run's seed does not change it.
         batch_size: B, samples in a local step.
-        eval_batch_size: Samples in an evaluation batch; changes speed and memory only.
+        eval_batch_size: Samples in an evaluation batch; changes speed and memory only. If None,
+            1000, or 250 on a CPU, where they stay in the caches and LeNet takes half the time.
 
     Raises:
         ConfigError: If a number is below 1, or the data cannot be partitioned so.
@@ -73,13 +74,13 @@ class FederatedDataModule(LightningDataModule):
         partition: Partitioner,
         partition_seed: int = 0,
         batch_size: int = 32,
-        eval_batch_size: int = 1000,
+        eval_batch_size: int | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("clients", clients), ("batch_size", batch_size)):
             if value < 1:
                 raise ConfigError(f"data.{name}={value}: must be at least 1")
-        if eval_batch_size < 1:
+        if eval_batch_size is not None and eval_batch_size < 1:
             raise ConfigError(f"data.eval_batch_size={eval_batch_size}: must be at least 1")
         self.clients = clients
         self.partitioner = partition
@@ -306,7 +307,14 @@ class FederatedDataModule(LightningDataModule):
         """This process's part of an evaluation."""
         trainer = self.trainer
         rank, ranks = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
-        return Batches(data, self.eval_batch_size, self.prepare, rank, ranks)
+        return Batches(data, self.evaluated_at_once(), self.prepare, rank, ranks)
+
+    def evaluated_at_once(self) -> int:
+        """The samples in an evaluation batch."""
+        if self.eval_batch_size is not None:
+            return self.eval_batch_size
+        trainer = self.trainer
+        return 250 if trainer is None or trainer.strategy.root_device.type == "cpu" else 1000
 
 
 def _part(shape: tuple[int, ...], first: int, end: int, t: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ..seeding import derive
 from .callback import FederatedServer
 from .checks import PERSONAL_VAL
 from .client_accuracy import present_classes
+from .reduce import count_alone
 from .roundlog import find
 
 if TYPE_CHECKING:
@@ -208,8 +209,8 @@ class _Accuracy:
         metrics.add_metrics({"class_acc": metric})
         metrics = metrics.to(self.device)
         for one in metrics.values():
-            one.sync_on_compute = False  # other processes measure other clients
-        for batch in Batches(samples, self.data.eval_batch_size, self.data.prepare):
+            count_alone(one)  # other processes measure other clients
+        for batch in Batches(samples, self.data.evaluated_at_once(), self.data.prepare):
             with self.trainer.precision_plugin.forward_context():
                 self.task.evaluate(stack.shell, batch, metrics)
         value: Tensor = metrics["class_acc" if by_class else "acc"].compute()

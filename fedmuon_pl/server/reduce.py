@@ -24,7 +24,14 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from .callback import FederatedServer
 
-__all__ = ["check_shared", "merge_round", "merge_sums", "shares", "sum_metrics"]
+__all__ = [
+    "check_shared",
+    "count_alone",
+    "merge_round",
+    "merge_sums",
+    "shares",
+    "sum_metrics",
+]
 
 
 def shares(clients: Sequence[int], work: Sequence[int], ranks: int) -> list[list[int]]:
@@ -184,7 +191,19 @@ def sum_metrics(metrics: Sequence[Metric], strategy: Strategy) -> None:
     for (m, name), state, piece in zip(names, states, pieces, strict=True):
         setattr(m, name, piece.view(state.shape).to(state.device, state.dtype))
     for m in mine:
-        m.sync_on_compute = False
+        count_alone(m)
+
+
+def count_alone(metric: Metric) -> None:
+    """Lets a metric compute its value from its own states: no process waits for another.
+
+    ``sync_on_compute`` says that too, but to its constructor only.
+    """
+    metric.distributed_available_fn = _never
+
+
+def _never() -> bool:
+    return False
 
 
 def check_shared(folder: Path, strategy: Strategy) -> None:
