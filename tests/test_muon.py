@@ -178,6 +178,45 @@ def test_parity_with_torch(shape, nesterov, scale, adjust):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+# ---------------------------------------------------------------- memory layouts
+
+
+@pytest.mark.parametrize("clients", [None, 1, 3])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("ema", [True, False])
+@pytest.mark.parametrize("scale", ["none", "spectral", "spectral_unflattened", "rms"])
+@pytest.mark.parametrize("view", ["flatten", "last_two"])
+def test_kernels_that_lie_channels_last_make_the_same_steps(clients, nesterov, ema, scale, view):
+    """Also where (out, in, kh, kw) and (out, kh, kw, in) are of one shape; they stay so."""
+    shapes = [(6, 3, 3, 3), (5, 4, 2, 3), (40, 6, 5, 4), (8, 1, 5, 5), (4, 7, 1, 1), (7, 9)]
+    axis = () if clients is None else (clients,)
+    plain = parameters(*[(*axis, *s) for s in shapes])
+    moved = [nn.Parameter(channels_last(p.detach(), len(axis))) for p in plain]
+    options = {"nesterov": nesterov, "ema": ema, "scale": scale, "matrix_view": view}
+    options |= {"lr": 0.05, "weight_decay": 0.1, "client_axis": bool(axis)}
+    optimizers = [Muon(params, **options) for params in (plain, moved)]
+    strides = [p.stride() for p in moved]
+    for step in range(3):
+        give_gradients(plain, step)
+        for p, q in zip(plain, moved, strict=True):
+            q.grad = channels_last(p.grad, len(axis))
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(plain, moved, strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=1e-9)
+        a, b = (o.state[x]["momentum_buffer"] for o, x in zip(optimizers, (p, q), strict=True))
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-12)
+    assert [p.stride() for p in moved] == strides
+    assert not moved[0].is_contiguous()
+
+
+def channels_last(t: Tensor, axes: int) -> Tensor:
+    """A kernel behind so many axes, with its channels last in memory."""
+    if t.ndim - axes != 4:
+        return t.clone()
+    return t.movedim(axes + 1, -1).contiguous().movedim(-1, axes + 1)
+
+
 # ---------------------------------------------------------------- clients and batches
 
 
