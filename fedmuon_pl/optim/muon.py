@@ -160,12 +160,8 @@ class Muon(GroupOptimizer):
             if group["nesterov"]:
                 updates = torch._foreach_lerp(grads, momenta, beta)
         else:
-            if momenta[0].is_cpu:  # one pass over the memory, where foreach would make two
-                for m, g in zip(momenta, grads, strict=True):
-                    torch.add(g, m, alpha=beta, out=m)
-            else:
-                torch._foreach_mul_(momenta, beta)
-                torch._foreach_add_(momenta, grads)
+            torch._foreach_mul_(momenta, beta)
+            torch._foreach_add_(momenta, grads)
             if group["nesterov"]:
                 updates = torch._foreach_add(grads, momenta, alpha=beta)
 

@@ -134,8 +134,18 @@ def symmetric_product(
     """``left @ right``, or ``alpha left @ right + beta plus``, where it is known to be symmetric.
 
     From 256 rows on only its blocks on and above the diagonal are computed, on a CPU. Products then
-    took, with AVX-512, 0.70 (256 x 2304, 512 x 4608), 0.84 (256 x 256) and 0.73 (512 x 512) of the
+    took, with AVX-512, 0.70 (256 x 2304, 512 x 4608), 0.84 (256 x 256) and 0.67 (512 x 512) of the
     time; with AVX2 the copies took what is saved of 256 rows. Of fewer rows they take more.
+
+    Args:
+        left: Shape ``(rows, any)`` or ``(batch, rows, any)``.
+        right: Shape ``(any, rows)``, or with the same batch.
+        plus: Symmetric, of the result's shape; nothing if None.
+        beta: Its weight.
+        alpha: The product's weight, where there is a ``plus``.
+
+    Returns:
+        Shape ``(rows, rows)`` or ``(batch, rows, rows)``.
     """
     rows, addmm = left.shape[-2], torch.addmm if left.ndim == 2 else torch.baddbmm
     if rows < 256 or not _blocks_pay(left):
