@@ -137,8 +137,8 @@ def symmetric_product(
     took, with AVX-512, 0.70 (256 x 2304, 512 x 4608), 0.84 (256 x 256) and 0.67 (512 x 512) of the
     time; with AVX2 the copies took what is saved of 256 rows. Of fewer rows they take more.
 
-    ``left`` has shape ``(rows, any)``, ``right`` ``(any, rows)`` and ``plus``, which is symmetric, as
-    the result ``(rows, rows)``; or all of them with a batch before it. Without ``plus`` alpha is 1.
+    ``left`` is ``(rows, any)``, ``right`` ``(any, rows)``, the result and ``plus``, which has to be
+    symmetric, ``(rows, rows)``; or all with a batch before. Without ``plus`` alpha is 1.
     """
     rows, addmm = left.shape[-2], torch.addmm if left.ndim == 2 else torch.baddbmm
     if rows < 256 or not _blocks_pay(left):
