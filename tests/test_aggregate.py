@@ -17,8 +17,8 @@ from fedmuon_pl.algorithms.base import Algorithm, Mechanism, Upload
 from fedmuon_pl.algorithms.local import TorchRule
 from fedmuon_pl.data.sampling import cohort
 from fedmuon_pl.errors import NonFiniteUpdate
+from fedmuon_pl.pytrees import all_finite
 from fedmuon_pl.server.aggregate import RunningMean
-from fedmuon_pl.server.totals import all_finite
 
 SGD = torch.optim.SGD
 

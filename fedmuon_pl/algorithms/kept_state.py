@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..clients import Tensors, random_state_kept
+from ..pytrees import all_finite
 from .base import LocalRule, LocalRun, Mechanism, Setting, Upload, group_options
 
 __all__ = ["KeptState"]
@@ -106,7 +107,7 @@ class KeptState(Mechanism):
         tensors = [t for key, ids in self._tensors.items() for t in run.get_state(key, ids)]
         numbers = [run.get_number(key, ids) for key, ids in self._numbers.items()]
         run.client_state["optimizer_state"] = [*tensors, *numbers]
-        sound = torch.stack([t.reshape(len(t), -1).isfinite().all(1) for t in tensors]).all(0)
+        sound = torch.stack([all_finite(t) for t in tensors]).all(0)
         check = torch.zeros_like(sound, dtype=tensors[0].dtype).masked_fill(~sound, torch.nan)
         return Upload([check], by_weight=False, sent=False)
 
